@@ -1,0 +1,1 @@
+"""Rows in motion: embedding tables larger than memory, for PyTorch."""
