@@ -1,0 +1,122 @@
+"""What a person chooses: tables, tier budgets, byte sizes. Values are checked here, once, and trusted afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from storage.store import Store
+from tiered_emb.errors import ConfigError
+from tiered_emb.init import Initializer, Normal
+
+Mode = Literal["sum", "mean", "max"]
+MODES: tuple[Mode, ...] = ("sum", "mean", "max")
+MAX_DIM = 1 << 16
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: int | str, what: str = "size") -> int:
+    """Bytes meant by ``size``: an integer, or text such as ``"0"``, ``"256MiB"``, ``"1.5 GB"``.
+
+    ``what`` names the option in the error. Raises ConfigError for anything else, negative sizes included.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ConfigError(f"{what} is {size} bytes; expected 0 (no such tier) or more")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{what} is {size!r}; expected a number of bytes such as 0, 65536, '256KiB', '1.5GiB' or '2GB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """Budgets and places of the tiers under a module.
+
+    Attributes:
+        hbm_bytes: device memory for rows; 0 = no HBM tier.
+        ddr_bytes: host memory of the engine: slab, directories, index, staging, write buffer; 0 = no DDR tier.
+        store: where cold rows rest. None keeps them in host memory (outside the budget), a path opens or creates an
+            ``LmdbStore`` there (modules naming one path share it and its budget), a ``Store`` is used as it is.
+        policy: which rows leave first, by name (``tiered_emb.cache.POLICIES``); both tiers use it.
+    """
+
+    hbm_bytes: int | str = 0
+    ddr_bytes: int | str = "1GiB"
+    store: str | os.PathLike[str] | Store | None = None
+    policy: str = "lru"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hbm_bytes", parse_bytes(self.hbm_bytes, "hbm_bytes"))
+        object.__setattr__(self, "ddr_bytes", parse_bytes(self.ddr_bytes, "ddr_bytes"))
+        if self.hbm_bytes == 0 and self.ddr_bytes == 0:
+            raise ConfigError("hbm_bytes and ddr_bytes are both 0: a batch needs a tier to be worked on in")
+
+    @property
+    def hbm_budget_bytes(self) -> int:
+        """``hbm_bytes`` as a number."""
+        return int(self.hbm_bytes)
+
+    @property
+    def ddr_budget_bytes(self) -> int:
+        """``ddr_bytes`` as a number."""
+        return int(self.ddr_bytes)
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One embedding table and the features that look it up.
+
+    Attributes:
+        name: unique in its store; the rows' initial numbers depend on it.
+        num_embeddings: ids are 0 .. num_embeddings-1; None = any 64-bit integer.
+        embedding_dim: floats a row.
+        feature_names: features that share the table; empty = one feature of the table's name.
+        mode: how a bag's rows become one: "sum", "mean" or "max".
+        init: the numbers of a row never stored before.
+    """
+
+    name: str
+    num_embeddings: int | None
+    embedding_dim: int
+    feature_names: Sequence[str] = ()
+    mode: Mode = "sum"
+    init: Initializer = field(default_factory=Normal)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check_positive(self.embedding_dim, f"table {self.name!r}: embedding_dim", MAX_DIM)
+        if self.num_embeddings is not None:
+            _check_positive(self.num_embeddings, f"table {self.name!r}: num_embeddings", (1 << 63) - 1)
+        if self.mode not in MODES:
+            raise ConfigError(f"table {self.name!r}: mode is {self.mode!r}; expected one of {', '.join(MODES)}")
+        if isinstance(self.feature_names, str):
+            raise ConfigError(f"table {self.name!r}: feature_names is one string; expected a list such as [{self.feature_names!r}]")
+        object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name or len(name.encode()) > 255 or not name.isprintable():
+        raise ConfigError(f"table name is {name!r}; expected 1 to 255 bytes of printable text")
+
+
+def _check_positive(number: object, what: str, largest: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= largest:
+        raise ConfigError(f"{what} is {number!r}; expected an integer from 1 to {largest}")

@@ -1,0 +1,49 @@
+"""What can go wrong between a batch of ids and its rows.
+
+The tree (catch broad or narrow; errors of rows at rest live in :mod:`storage.errors`)::
+
+    TieredEmbError
+    |-- ConfigError            (ValueError)    a size, name or option that makes no sense
+    |-- InvalidBatchError      (ValueError)    ids, lengths, offsets or weights that do not fit together
+    |-- IdRangeError           (IndexError)    an id outside a bounded table
+    |-- TierCapacityError      (MemoryError)   a batch needs more rows than a tier can hold at once
+    |-- PlanReleasedError      (RuntimeError)  a backward pass over rows that were already updated and released
+    |-- ModuleClosedError      (RuntimeError)  a module was used after close()
+    `-- DataError              (ValueError)    a data file that is not what its reader expects
+
+Each class also inherits the built-in that a caller of ``torch.nn.EmbeddingBag`` would expect.
+"""
+
+from __future__ import annotations
+
+
+class TieredEmbError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(TieredEmbError, ValueError):
+    """A size, name or option that makes no sense; says what was seen and what is expected."""
+
+
+class InvalidBatchError(TieredEmbError, ValueError):
+    """Ids, lengths, offsets or weights that do not fit together; nothing was changed."""
+
+
+class IdRangeError(TieredEmbError, IndexError):
+    """An id outside a bounded table; names table, feature, position and id. Nothing was changed."""
+
+
+class TierCapacityError(TieredEmbError, MemoryError):
+    """A batch needs more rows than a tier can hold at once; says how many bytes would do."""
+
+
+class PlanReleasedError(TieredEmbError, RuntimeError):
+    """A backward pass reached rows that an earlier one updated and released."""
+
+
+class ModuleClosedError(TieredEmbError, RuntimeError):
+    """A module was used after ``close()``."""
+
+
+class DataError(TieredEmbError, ValueError):
+    """A data file that is not what its reader expects; names file, line and field."""

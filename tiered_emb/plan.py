@@ -1,0 +1,178 @@
+"""The values that travel the road of one batch: ids, what is decided about them, and rows on the move.
+
+All state of a batch is on its :class:`Plan`; there are no parallel lists and no "last batch" attribute anywhere. The
+values know nothing of tiers: :mod:`tiered_emb.group` fills and reads them.
+
+Shapes: N ids, U unique ids (of all tables of a group together), B bags, M missing rows, V victims, D dimension,
+F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tiered_emb.config import Mode
+from tiered_emb.errors import InvalidBatchError
+
+Ids = NDArray[np.int64]
+TableNumbers = NDArray[np.uint32]
+Slots = NDArray[np.int32]
+Rows = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class JaggedIds:
+    """Bags of ids of several features, concatenated feature by feature: the collection's input.
+
+    Attributes:
+        features: F names.
+        ids: (N,) integer ids; feature 0's bags first.
+        offsets: (F * B + 1,) int64; bag b of feature f holds ``ids[offsets[f * B + b]:offsets[f * B + b + 1]]``.
+        weights: (N,) float32, one weight an id, or None.
+    """
+
+    features: tuple[str, ...]
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None = None
+
+    @classmethod
+    def from_dict(cls, features: Mapping[str, Sequence[torch.Tensor]]) -> JaggedIds:
+        """Build from ``{feature: (ids, lengths)}`` or ``{feature: (ids, lengths, weights)}``; all of one batch size."""
+        if not features:
+            raise InvalidBatchError("no features were given; expected {feature: (ids, lengths)}")
+        parts = list(features.values())
+        if len({len(part) for part in parts}) != 1 or len(parts[0]) not in (2, 3):
+            raise InvalidBatchError("every feature needs (ids, lengths), or every feature (ids, lengths, weights)")
+        lengths = _lengths(features)
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        weights = torch.cat([part[2] for part in parts]) if len(parts[0]) == 3 else None
+        return cls(tuple(features), torch.cat([part[0].to(torch.int64) for part in parts]), offsets, weights)
+
+    @property
+    def batch_size(self) -> int:
+        """B: bags a feature."""
+        return (self.offsets.numel() - 1) // len(self.features)
+
+
+def _lengths(features: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
+    """All lengths feature by feature; each feature's checked against its ids and the first feature's batch size."""
+    first, batch_size = next(iter(features)), len(next(iter(features.values()))[1])
+    for name, part in features.items():
+        ids, lengths = part[0], part[1]
+        if len(lengths) != batch_size:
+            raise InvalidBatchError(f"feature {name!r} has {len(lengths)} bags, feature {first!r} has {batch_size}")
+        if len(lengths) and int(lengths.min()) < 0:
+            raise InvalidBatchError(f"feature {name!r}: bag {int(lengths.argmin())} has length {int(lengths.min())}")
+        if int(lengths.sum()) != ids.numel():
+            raise InvalidBatchError(f"feature {name!r}: lengths add up to {int(lengths.sum())}, but {ids.numel()} ids came")
+    return torch.cat([part[1].to(torch.int64) for part in features.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRun:
+    """Bags ``first`` .. ``last - 1`` of a batch are pooled by ``mode``."""
+
+    mode: Mode
+    first: int
+    last: int
+
+
+@dataclass(slots=True, eq=False)
+class Bags:
+    """How the N ids of a forward fall into B bags.
+
+    Attributes:
+        offsets: (B + 1,) int64.
+        weights: (N,) float32 per-sample weights, or None.
+        runs: the pooling modes, covering all bags in order.
+        plain: every bag holds one id (pooling is then a gather).
+    """
+
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    runs: tuple[ModeRun, ...]
+    plain: bool
+
+    @property
+    def num_bags(self) -> int:
+        """B."""
+        return self.offsets.numel() - 1
+
+
+@dataclass(slots=True, eq=False)
+class IdBatch:
+    """The ids of one forward in one group, each (table, id) once, in order of first appearance.
+
+    Attributes:
+        tables: (U,) uint32 table numbers.
+        ids: (U,) int64.
+        counts: (U,) int32, how often each was asked for.
+        inverse: (N,) int32: position p of the forward asks for unique id ``inverse[p]``.
+        bags: how the N positions are pooled.
+    """
+
+    tables: TableNumbers
+    ids: Ids
+    counts: NDArray[np.int32]
+    inverse: torch.Tensor
+    bags: Bags
+
+
+@dataclass(slots=True, eq=False)
+class Victims:
+    """Rows that leave a tier in a plan.
+
+    Attributes:
+        slots: (V,) int32 in the tier they leave; oldest first.
+        tables: (V,) uint32.
+        ids: (V,) int64.
+        dirty: (V,) bool: differs from the Store's row.
+        lower_slots: (V,) int32 where they go in the tier below; -1 = past it, to the Store.
+    """
+
+    slots: Slots
+    tables: TableNumbers
+    ids: Ids
+    dirty: NDArray[np.bool_]
+    lower_slots: Slots
+
+    @classmethod
+    def none(cls) -> Victims:
+        """No row leaves."""
+        slots = np.empty(0, np.int32)
+        return cls(slots, np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, np.bool_), slots)
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What is decided about one batch before any row moves.
+
+    Attributes:
+        number: plans count upwards in batch order.
+        batch: the ids.
+        slots: (U,) int32 top-tier slot of each unique id, pinned until release.
+        missing: (M,) int32 positions in ``batch.ids`` that are not in the top tier yet; the H that lie in the lower
+            tier come first.
+        missing_dirty: (H,) bool: those H rows differ from the Store's.
+        lower_from: (H,) int32 lower-tier slots they come from.
+        victims: rows that leave the top tier.
+        lower_victims: rows that leave the lower tier.
+        released: pins are gone; the slots may hold other rows.
+    """
+
+    number: int
+    batch: IdBatch
+    slots: Slots
+    missing: Slots
+    missing_dirty: NDArray[np.bool_]
+    lower_from: Slots
+    victims: Victims = field(default_factory=Victims.none)
+    lower_victims: Victims = field(default_factory=Victims.none)
+    released: bool = False
