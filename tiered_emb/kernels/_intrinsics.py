@@ -1,0 +1,50 @@
+"""Software prefetch for Numba kernels: the one thing they need that Python cannot say.
+
+Row work on tables larger than the caches waits for memory; asking for a row some iterations before it is used hides most
+of that wait. A prefetch is a hint: it never faults, reads nothing and changes no result, whatever the address.
+
+Numba's cache does not see edits of this file: after one, delete the `__pycache__` folders of the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+_I32 = ir.IntType(32)
+_FOR_READING, _KEEP_IN_ALL_CACHES, _DATA_CACHE = 0, 3, 1
+
+
+def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, indices: list[Any]) -> Any:
+    struct = context.make_array(array_type)(context, builder, array)
+    item = cgutils.get_item_pointer(context, builder, array_type, struct, indices, wraparound=False)
+    signature = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    hints = [ir.Constant(_I32, hint) for hint in (_FOR_READING, _KEEP_IN_ALL_CACHES, _DATA_CACHE)]
+    builder.call(function, [builder.bitcast(item, _BYTE_POINTER), *hints])
+    return context.get_dummy_value()
+
+
+@intrinsic
+def prefetch1(typingctx: Any, array: Any, i: Any) -> Any:
+    """Ask for the cache line of array[i], a one-dimensional array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _prefetch(context, builder, signature.args[0], args[0], [args[1]])
+
+    return types.void(array, types.int64), codegen
+
+
+@intrinsic
+def prefetch2(typingctx: Any, array: Any, i: Any, j: Any) -> Any:
+    """Ask for the cache line of array[i, j], a two-dimensional array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _prefetch(context, builder, signature.args[0], args[0], [args[1], args[2]])
+
+    return types.void(array, types.int64, types.int64), codegen

@@ -1,0 +1,292 @@
+"""Row work on the CPU in Numba: pool, gather, gradient sums, copies in and out of a slab.
+
+The twin of `reference`, where each function's contract stands: same arguments, same bits. Shapes: S slots, D columns of a
+weight row, K columns of optimizer state, U unique ids, N positions of a batch, B bags, M rows copied.
+
+Bits. A bag is summed from zero in the order of its positions, a row's gradient from zero in the order of `position`, each in
+float32 without fused multiply-add or reassociation; a mean divides the sum. Workers are given whole bags, rows or
+positions, so their number changes nothing.
+
+Speed. Rows far apart in memory are asked for some positions ahead (`_AHEAD`); inner loops index arrays and take no slices
+(a slice in an inner loop made the backward three times slower). Tensors are C-contiguous: one specialisation a kernel. The
+functions above the kernels only turn tensors into arrays, about 1 us each.
+
+Threads: any; nothing is kept. The caller sees to it that nobody writes the slots that are read, or reads those written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from tiered_emb.kernels._intrinsics import prefetch2
+from tiered_emb.kernels._lanes import lane_dot
+from tiered_emb.workers import WorkerPool
+
+_AHEAD = 8  # positions between asking for a row and using it
+_LINE = 16  # float32 numbers a cache line
+_GRAIN = 4096  # positions of the smallest part worth giving to another thread
+_NO_WEIGHTS = np.empty(0, np.float32)  # stands for per_sample=None: one specialisation instead of two
+
+
+def pool(
+    weight: torch.Tensor,
+    slots: torch.Tensor,
+    inverse: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample: torch.Tensor | None,
+    mode: Literal["sum", "mean"],
+    out: torch.Tensor,
+    workers: WorkerPool,
+) -> None:
+    """Sum or mean of each bag's rows; see `reference.pool`."""
+    w, s, i, o, result = weight.numpy(), slots.numpy(), inverse.numpy(), offsets.numpy(), out.numpy()
+    samples, mean = _or_empty(per_sample), mode == "mean"
+
+    def part(first: int, last: int) -> None:
+        _pool(w, s, i, o, samples, mean, result, first, last)
+
+    workers.run(part, len(result), _grain(len(result), len(i)))
+
+
+def pool_max(
+    weight: torch.Tensor,
+    slots: torch.Tensor,
+    inverse: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    arg: torch.Tensor,
+    workers: WorkerPool,
+) -> None:
+    """Maximum of each bag's rows and where it comes from; see `reference.pool_max`."""
+    w, s, i, o, result, a = (t.numpy() for t in (weight, slots, inverse, offsets, out, arg))
+
+    def part(first: int, last: int) -> None:
+        _pool_max(w, s, i, o, result, a, first, last)
+
+    workers.run(part, len(result), _grain(len(result), len(i)))
+
+
+def gather(
+    weight: torch.Tensor, slots: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor, workers: WorkerPool
+) -> None:
+    """The row of each position; see `reference.gather`."""
+    w, s, i, result = weight.numpy(), slots.numpy(), inverse.numpy(), out.numpy()
+
+    def part(first: int, last: int) -> None:
+        _gather(w, s, i, result, first, last)
+
+    workers.run(part, len(i), _GRAIN)
+
+
+def per_sample_gradients(
+    weight: torch.Tensor,
+    slots: torch.Tensor,
+    inverse: torch.Tensor,
+    bags: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    workers: WorkerPool,
+) -> None:
+    """Gradient of each position's weight; see `reference.per_sample_gradients`."""
+    w, s, i, b, g, result = (t.numpy() for t in (weight, slots, inverse, bags, grad, out))
+
+    def part(first: int, last: int) -> None:
+        _per_sample_gradients(w, s, i, b, g, result, first, last)
+
+    workers.run(part, len(i), _GRAIN)
+
+
+def sum_gradients(
+    grad: torch.Tensor,
+    bags: torch.Tensor,
+    per_sample: torch.Tensor | None,
+    start: torch.Tensor,
+    position: torch.Tensor,
+    first: int,
+    last: int,
+    out: torch.Tensor,
+) -> None:
+    """Gradients of unique rows first .. last - 1; see `reference.sum_gradients`."""
+    samples = _or_empty(per_sample)
+    _sum_gradients(grad.numpy(), bags.numpy(), samples, start.numpy(), position.numpy(), first, last, out.numpy())
+
+
+def sum_gradients_max(
+    grad: torch.Tensor,
+    arg: torch.Tensor,
+    bags: torch.Tensor,
+    start: torch.Tensor,
+    position: torch.Tensor,
+    first: int,
+    last: int,
+    out: torch.Tensor,
+) -> None:
+    """The same for bags pooled by maximum; see `reference.sum_gradients_max`."""
+    arrays = grad.numpy(), arg.numpy(), bags.numpy(), start.numpy(), position.numpy()
+    _sum_gradients_max(*arrays, first, last, out.numpy())
+
+
+def read_rows(weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy rows out of a slab; see `reference.read_rows`."""
+    _read_rows(weight.numpy(), state.numpy(), slots.numpy(), out.numpy())
+
+
+def write_rows(weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows into a slab; see `reference.write_rows`."""
+    _write_rows(weight.numpy(), state.numpy(), slots.numpy(), rows.numpy())
+
+
+def _or_empty(per_sample: torch.Tensor | None) -> npt.NDArray[Any]:
+    return _NO_WEIGHTS if per_sample is None else per_sample.detach().numpy()
+
+
+def _grain(bags: int, positions: int) -> int:
+    """Bags that hold about `_GRAIN` positions together."""
+    return max(1, _GRAIN * bags // max(positions, bags, 1))
+
+
+@njit(inline="always")
+def _ask_for_row(rows: Any, row: Any) -> None:
+    """Prefetch every cache line of a row."""
+    for d in range(0, rows.shape[1], _LINE):
+        prefetch2(rows, row, d)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _pool(
+    weight: Any,
+    slots: Any,
+    inverse: Any,
+    offsets: Any,
+    per_sample: Any,
+    mean: Any,
+    out: Any,
+    first: Any,
+    last: Any,
+) -> None:
+    dim, end, weighted = weight.shape[1], offsets[last], len(per_sample) > 0
+    for b in range(first, last):
+        for d in range(dim):
+            out[b, d] = 0
+        for p in range(offsets[b], offsets[b + 1]):
+            if p + _AHEAD < end:
+                _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+            row = slots[inverse[p]]
+            if weighted:
+                factor = per_sample[p]
+                for d in range(dim):
+                    out[b, d] += weight[row, d] * factor
+            else:
+                for d in range(dim):
+                    out[b, d] += weight[row, d]
+        if mean and offsets[b + 1] > offsets[b]:
+            length = np.float32(offsets[b + 1] - offsets[b])
+            for d in range(dim):
+                out[b, d] /= length
+
+
+@njit(nogil=True, cache=True)
+def _pool_max(weight: Any, slots: Any, inverse: Any, offsets: Any, out: Any, arg: Any, first: Any, last: Any) -> None:
+    dim, end = weight.shape[1], offsets[last]
+    for b in range(first, last):
+        for d in range(dim):
+            out[b, d] = 0
+            arg[b, d] = -1
+        for p in range(offsets[b], offsets[b + 1]):
+            if p + _AHEAD < end:
+                _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+            row = slots[inverse[p]]
+            for d in range(dim):
+                if arg[b, d] < 0 or weight[row, d] > out[b, d]:
+                    out[b, d] = weight[row, d]
+                    arg[b, d] = p
+
+
+@njit(nogil=True, cache=True)
+def _gather(weight: Any, slots: Any, inverse: Any, out: Any, first: Any, last: Any) -> None:
+    for p in range(first, last):
+        if p + _AHEAD < last:
+            _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+        row = slots[inverse[p]]
+        for d in range(weight.shape[1]):
+            out[p, d] = weight[row, d]
+
+
+@njit(nogil=True, cache=True)
+def _per_sample_gradients(
+    weight: Any, slots: Any, inverse: Any, bags: Any, grad: Any, out: Any, first: Any, last: Any
+) -> None:
+    for p in range(first, last):
+        if p + _AHEAD < last:
+            _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+        out[p] = lane_dot(weight, slots[inverse[p]], grad, bags[p])
+
+
+@njit(nogil=True, cache=True)
+def _sum_gradients(
+    grad: Any, bags: Any, per_sample: Any, start: Any, position: Any, first: Any, last: Any, out: Any
+) -> None:
+    dim, end, weighted = grad.shape[1], start[last], len(per_sample) > 0
+    for u in range(first, last):
+        row = u - first
+        for d in range(dim):
+            out[row, d] = 0
+        for place in range(start[u], start[u + 1]):
+            if place + _AHEAD < end:
+                _ask_for_row(grad, bags[position[place + _AHEAD]])
+            p = position[place]
+            b = bags[p]
+            if weighted:
+                factor = per_sample[p]
+                for d in range(dim):
+                    out[row, d] += grad[b, d] * factor
+            else:
+                for d in range(dim):
+                    out[row, d] += grad[b, d]
+
+
+@njit(nogil=True, cache=True)
+def _sum_gradients_max(
+    grad: Any, arg: Any, bags: Any, start: Any, position: Any, first: Any, last: Any, out: Any
+) -> None:
+    for u in range(first, last):
+        row = u - first
+        for d in range(grad.shape[1]):
+            out[row, d] = 0
+        for place in range(start[u], start[u + 1]):
+            p = position[place]
+            b = bags[p]
+            for d in range(grad.shape[1]):
+                if arg[b, d] == p:
+                    out[row, d] += grad[b, d]
+
+
+@njit(nogil=True, cache=True)
+def _read_rows(weight: Any, state: Any, slots: Any, out: Any) -> None:
+    dim = weight.shape[1]
+    for m in range(len(slots)):
+        if m + _AHEAD < len(slots):
+            _ask_for_row(weight, slots[m + _AHEAD])
+            _ask_for_row(state, slots[m + _AHEAD])
+        for d in range(dim):
+            out[m, d] = weight[slots[m], d]
+        for k in range(state.shape[1]):
+            out[m, dim + k] = state[slots[m], k]
+
+
+@njit(nogil=True, cache=True)
+def _write_rows(weight: Any, state: Any, slots: Any, rows: Any) -> None:
+    dim = weight.shape[1]
+    for m in range(len(slots)):
+        if m + _AHEAD < len(slots):
+            _ask_for_row(weight, slots[m + _AHEAD])
+            _ask_for_row(state, slots[m + _AHEAD])
+        for d in range(dim):
+            weight[slots[m], d] = rows[m, d]
+        for k in range(state.shape[1]):
+            state[slots[m], k] = rows[m, dim + k]
