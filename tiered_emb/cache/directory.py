@@ -1,0 +1,279 @@
+"""Directory: which row sits in which slot of a tier, which slots are pinned, and who leaves to make room.
+
+A Directory is host memory only and holds no row. It names a row by (table u32, id i64), both of any value, and a slot
+by an int32 below `capacity_rows`. The tier above it, the tier below it and the policy simulator use the same class.
+
+A batch goes through it so:
+
+    found = directory.find(tables, ids, slots)              reads only
+    directory.touch(slots of the hits, their counts)        in the order of the batch
+    directory.pin(slots of the hits)                        so that the next line cannot take them
+    admission = directory.admit(tables, ids, counts of the misses, slots)
+    directory.pin(admission.slots)
+    ...
+    directory.unpin(slots)                                  when the batch is over
+
+Invariants (the Hypothesis machine in the tests holds them against a plain model):
+
+- Every slot is either free or holds exactly one row; every row sits in at most one slot.
+- A slot with a pin is never a victim, is not removed, and survives a resize or stops it.
+- A verb that raises has changed nothing.
+- Hits are touched before misses are admitted, and rows admitted together never evict each other.
+- No verb of the batch allocates memory; the victims' buffers grow to the largest batch and are reused.
+
+Each verb is one to three Numba kernels over preallocated arrays (`probing.py` and the policy's file) that hold no GIL.
+
+Thread: one owner, the planner. Nothing here is safe against a second thread.
+It does not know whether a row is dirty, where its bytes are, or what a tier below does with a victim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_emb.cache import probing
+from tiered_emb.cache.policy import POLICIES
+
+_SLOT_BYTES = 8 + 4 + 2  # id, table, pins
+_LEDGER_BYTES = 32
+_MAX_CAPACITY_ROWS = 2**31 - 2  # int32 slots, and node numbers one above them
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Rows that left: slot (V,), table (V,) and id (V,) of each."""
+
+    slots: NDArray[np.int32]
+    tables: NDArray[np.uint32]
+    ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Result of `admit`: the slot of each admitted row (N,), and the `evicted` rows that had to go, first victim first.
+
+    The victims' arrays are views of buffers that the next `admit` of the same Directory overwrites.
+    """
+
+    slots: NDArray[np.int32]
+    evicted: int
+    victim_slots: NDArray[np.int32]
+    victim_tables: NDArray[np.uint32]
+    victim_ids: NDArray[np.int64]
+
+
+class Directory:
+    """The rows of a tier of `capacity_rows` slots, with the eviction order of `policy` (a name in `POLICIES`).
+
+    Attributes: `capacity_rows`; `slot_tables` u32 (S,) and `slot_ids` i64 (S,), the name of the row in each occupied
+    slot (what they say of a free slot means nothing). Read them, never write them; `resize` replaces them.
+
+    Raises ValueError for an unknown policy or a capacity that is not between 1 and 2^31 - 2.
+    """
+
+    def __init__(self, capacity_rows: int, policy: str = "lru") -> None:
+        _check_capacity(capacity_rows)
+        if policy not in POLICIES:
+            raise ValueError(f"unknown cache policy {policy!r}: choose one of {', '.join(sorted(POLICIES))}")
+        self.capacity_rows = capacity_rows
+        self.policy_name = policy
+        self._policy = POLICIES[policy](capacity_rows)
+        self._pins = np.zeros(capacity_rows, np.uint16)
+        self.slot_tables = np.zeros(capacity_rows, np.uint32)
+        self.slot_ids = np.zeros(capacity_rows, np.int64)
+        self._buckets = np.zeros(_bucket_count(capacity_rows), np.uint64)
+        self._ledger = np.array([0, 0, probing.NO_SLOT, 0], np.int64)
+        self._victims = _victim_buffers(0)
+
+    @property
+    def rows(self) -> int:
+        """Occupied slots."""
+        return int(self._ledger[probing.ROWS])
+
+    @property
+    def pinned_rows(self) -> int:
+        """Slots with at least one pin."""
+        return int(self._ledger[probing.PINNED])
+
+    def room(self) -> int:
+        """Rows that can be admitted now: free slots, and occupied ones without a pin."""
+        return self.capacity_rows - self.pinned_rows
+
+    def find(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], slots: NDArray[np.int32]) -> int:
+        """Write the slot of each row (N,) into `slots` (N,), -1 where the row is absent; returns how many were found.
+
+        Changes nothing, the policy's order included. Repeated rows are allowed.
+        """
+        assert len(tables) == len(ids) == len(slots)
+        return int(probing.find_rows(self._buckets, self.slot_ids, tables, ids, slots))
+
+    def touch(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
+        """Tell the policy that the rows in `slots` (N,) were requested `counts` (N,) times each, in this order."""
+        assert len(slots) == len(counts)
+        self._policy.touch(slots, counts)
+
+    def pin(self, slots: NDArray[np.int32]) -> None:
+        """Add one pin to each slot (N,), which must hold a row. A slot given twice gets two pins."""
+        done = probing.pin_slots(self._pins, self._ledger, slots)
+        assert done == len(slots), f"slot {slots[done]} would have more than {probing.MAX_PINS} pins"
+
+    def unpin(self, slots: NDArray[np.int32]) -> None:
+        """Take one pin off each slot (N,)."""
+        done = probing.unpin_slots(self._pins, self._ledger, slots)
+        assert done == len(slots), f"slot {slots[done]} is unpinned without a pin"
+
+    def admit(
+        self,
+        tables: NDArray[np.uint32],
+        ids: NDArray[np.int64],
+        counts: NDArray[np.int32],
+        slots: NDArray[np.int32],
+    ) -> Admission:
+        """Give each row (N,) a slot, written to `slots` (N,): free slots first, then those of the policy's victims.
+
+        Requires: the rows are distinct and absent. `counts` (N,) says how often each was requested. New rows have no
+        pin.
+        Raises ValueError, with nothing changed, when N is above `room()`.
+        """
+        n = len(ids)
+        assert n == len(tables) == len(counts) == len(slots)
+        if n > self.room():
+            raise ValueError(
+                f"{n} rows cannot be admitted: {self.room()} of {self.capacity_rows} slots are without a pin"
+            )
+        evicted = self._evict(max(0, n - (self.capacity_rows - self.rows)))
+        probing.place_rows(
+            self._buckets, self.slot_tables, self.slot_ids, self._ledger, evicted.slots, tables, ids, slots
+        )
+        self._policy.insert(slots, counts)
+        return Admission(slots, len(evicted.slots), evicted.slots, evicted.tables, evicted.ids)
+
+    def remove(self, slots: NDArray[np.int32]) -> None:
+        """Free slots (N,), distinct, each with a row and without a pin."""
+        if len(slots) == 0:
+            return
+        assert not self._pins[slots].any(), "a pinned slot cannot be removed"
+        gone = self._take_out(slots)
+        self._policy.remove(gone.slots)
+        probing.free_slots(self.slot_ids, self._ledger, gone.slots)
+
+    def resize(self, capacity_rows: int) -> Evicted:
+        """Change the number of slots; rows in slots at or above the new capacity leave, the others keep their slots.
+
+        Raises ValueError, with nothing changed, when a row that would have to leave is pinned.
+        """
+        _check_capacity(capacity_rows)
+        occupied = self.occupied()
+        first_gone = int(np.searchsorted(occupied, capacity_rows))
+        pinned = np.count_nonzero(self._pins[occupied[first_gone:]])
+        if pinned:
+            raise ValueError(
+                f"{pinned} rows in slots at or above {capacity_rows} are pinned: release them and resize again"
+            )
+        gone = self._take_out(occupied[first_gone:])
+        self._policy.remove(gone.slots)
+        self._policy.resize(capacity_rows)
+        self._move_to(capacity_rows, occupied[:first_gone])
+        return gone
+
+    def occupied(self) -> NDArray[np.int32]:
+        """Slots that hold a row, ascending. Allocates: not for every batch."""
+        words = self._buckets[self._buckets != 0]
+        slots = (words & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1
+        return np.sort(slots.astype(np.int32))
+
+    def clear(self) -> None:
+        """Forget every row and every pin."""
+        self._policy.clear()
+        self._pins[:] = 0
+        self._buckets[:] = 0
+        self._ledger[:] = (0, 0, probing.NO_SLOT, 0)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory held now, the victims' buffers (16 bytes a row of the largest eviction) included."""
+        own = (self._pins, self.slot_tables, self.slot_ids, self._buckets, self._ledger)
+        buffers = (self._victims.slots, self._victims.tables, self._victims.ids)
+        return sum(array.nbytes for array in (*own, *buffers)) + self._policy.memory_bytes
+
+    @staticmethod
+    def bytes_for(capacity_rows: int, policy: str = "lru") -> int:
+        """Most bytes a Directory of this capacity holds, its victims' buffers (16 bytes a row of a batch) left out."""
+        kind = POLICIES[policy]
+        slots = capacity_rows * (_SLOT_BYTES + kind.bytes_per_slot)
+        return slots + 8 * _bucket_count(capacity_rows) + _LEDGER_BYTES + kind.reserve_bytes(capacity_rows)
+
+    @staticmethod
+    def capacity_for(budget_bytes: int, row_bytes: int, policy: str = "lru") -> int:
+        """Most slots, 0 included, whose rows of `row_bytes` each and whose Directory fit in `budget_bytes` together."""
+        fits, too_many = 0, min(budget_bytes // (row_bytes + _SLOT_BYTES), _MAX_CAPACITY_ROWS) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if middle * row_bytes + Directory.bytes_for(middle, policy) <= budget_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _evict(self, n: int) -> Evicted:
+        """Take the policy's n victims out of order and table; their slots belong to the caller."""
+        if n > len(self._victims.slots):
+            self._victims = _victim_buffers(max(n, 2 * len(self._victims.slots)))
+        slots = self._victims.slots[:n]
+        if n:
+            chosen = self._policy.victims(n, self._pins, slots)
+            assert chosen == n, f"policy {self.policy_name} gave {chosen} victims of {n}"
+        return self._take_out(slots)
+
+    def _take_out(self, slots: NDArray[np.int32]) -> Evicted:
+        """Take the rows in `slots` out of the hash table and name them."""
+        n = len(slots)
+        buffers = self._victims if n <= len(self._victims.slots) else _victim_buffers(n)
+        gone = Evicted(slots, buffers.tables[:n], buffers.ids[:n])
+        if n:
+            done = probing.evict_rows(self._buckets, self.slot_tables, self.slot_ids, slots, gone.tables, gone.ids)
+            assert done == n, f"slot {slots[done]} holds no row"
+        return gone
+
+    def _move_to(self, capacity_rows: int, kept: NDArray[np.int32]) -> None:
+        """Rebuild every array for a new capacity around the rows in slots `kept` (ascending)."""
+        self._pins = _resized(self._pins, capacity_rows)
+        self.slot_tables = _resized(self.slot_tables, capacity_rows)
+        self.slot_ids = _resized(self.slot_ids, capacity_rows)
+        self._buckets = np.zeros(_bucket_count(capacity_rows), np.uint64)
+        probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, kept)
+        self.capacity_rows = capacity_rows
+        fresh = int(kept[-1]) + 1 if len(kept) else 0
+        self._ledger[:3] = (fresh, fresh, probing.NO_SLOT)
+        holes = np.setdiff1d(np.arange(fresh, dtype=np.int32), kept, assume_unique=True)
+        probing.free_slots(self.slot_ids, self._ledger, holes[::-1].copy())
+
+
+def _check_capacity(capacity_rows: int) -> None:
+    if not 1 <= capacity_rows <= _MAX_CAPACITY_ROWS:
+        raise ValueError(
+            f"a Directory holds 1 to {_MAX_CAPACITY_ROWS} rows, not {capacity_rows}: a tier of 0 rows has none"
+        )
+
+
+def _bucket_count(capacity_rows: int) -> int:
+    """Buckets of 8 bytes for a load of at most 5/8."""
+    return max(8, -(-capacity_rows * 8 // 5))
+
+
+def _victim_buffers(rows: int) -> Evicted:
+    return Evicted(np.empty(rows, np.int32), np.empty(rows, np.uint32), np.empty(rows, np.int64))
+
+
+def _resized(array: NDArray[_Scalar], size: int) -> NDArray[_Scalar]:
+    """A copy with `size` elements: cut, or extended by zeros."""
+    result = np.zeros(size, array.dtype)
+    kept = min(size, len(array))
+    result[:kept] = array[:kept]
+    return result

@@ -1,0 +1,247 @@
+"""The hash table of a Directory: which slot holds the row (table, id), as Numba kernels on plain arrays.
+
+Open addressing with linear probing. A bucket is one 64-bit word: a 32-bit tag above `slot + 1`; the word 0 is an empty
+bucket, so a fresh table is untouched zero pages. Three properties carry the design:
+
+- `tag = mix(id) ^ spread(table)` and `spread` is a bijection of 32-bit numbers. Two rows with equal ids and equal tags
+  therefore have equal tables, and a probe is proved by the tag and `slot_ids[slot]` alone: one more cache line, not
+  two.
+- The bucket a row would like best, its home, is computed from the tag. Deletion shifts the rest of its cluster back
+  (Knuth, TAOCP vol. 3, 6.4, algorithm R) without looking at any id, and leaves no tombstone: a table that is never
+  rebuilt probes as fast after 10^9 evictions as when it was new.
+- Homes use a multiply-shift range reduction (Lemire, "Fast random integer generation in an interval", 2019), so the
+  number of buckets follows the capacity exactly instead of the next power of two.
+
+`mix` is Pelle Evensen's moremur: ids that are consecutive, or multiples of 8, 2^20 or 2^32, spread like random ones.
+
+`find_rows` keeps ids in flight in three stages: tag computed and bucket line asked for, bucket probed and the slot's id
+asked for, id compared. The output array carries the tag and then the candidate slot between the stages.
+
+Thread: whoever owns the Directory. Nothing here is safe against a second thread, and nothing allocates.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, uint32, uint64
+
+from tiered_emb.cache.prefetch import prefetch_item
+
+# Positions of the `ledger`, the four counters that kernels keep for the Directory.
+ROWS, FRESH, FREE_HEAD, PINNED = 0, 1, 2, 3
+NO_SLOT = -1
+# Ids between asking for a bucket's line and probing it, and between asking for a slot's id and comparing it.
+PROBE_AHEAD, COMPARE_AHEAD = 16, 12
+MAX_PINS = 0xFFFF
+
+_MOREMUR_1, _MOREMUR_2 = 0x3C79AC492BA7B653, 0x1C69B3F74AC4AE35
+_SPREAD = 0x9E3779B1
+_SLOT_BITS = 0xFFFFFFFF
+
+
+@njit(nogil=True, inline="always")
+def tag_of(table, id):  # type: ignore[no-untyped-def]
+    """The 32-bit tag of a row, in a uint64."""
+    x = uint64(id)
+    x ^= x >> uint64(27)
+    x *= uint64(_MOREMUR_1)
+    x ^= x >> uint64(33)
+    x *= uint64(_MOREMUR_2)
+    return (x >> uint64(32)) ^ ((uint64(table) * uint64(_SPREAD)) & uint64(_SLOT_BITS))
+
+
+@njit(nogil=True, inline="always")
+def home_of(tag, buckets):  # type: ignore[no-untyped-def]
+    """The bucket a tag would like best: floor(tag * buckets / 2^32)."""
+    return np.int64((tag * uint64(len(buckets))) >> uint64(32))
+
+
+@njit(nogil=True, inline="always")
+def _candidate(buckets, tag, bucket):  # type: ignore[no-untyped-def]
+    """First bucket at or after `bucket` with this tag, or that is empty."""
+    while True:
+        word = buckets[bucket]
+        if word == uint64(0) or word >> uint64(32) == tag:
+            return bucket
+        bucket += 1
+        if bucket == len(buckets):
+            bucket = 0
+
+
+@njit(nogil=True, inline="always")
+def _slot_in(word):  # type: ignore[no-untyped-def]
+    """Slot held by a bucket's word; NO_SLOT for the empty word."""
+    return np.int32(np.int64(word & uint64(_SLOT_BITS)) - 1)
+
+
+@njit(nogil=True, inline="always")
+def _probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
+    """Slot of the row, or NO_SLOT: the plain, complete probe."""
+    bucket = home_of(tag, buckets)
+    while True:
+        bucket = _candidate(buckets, tag, bucket)
+        slot = _slot_in(buckets[bucket])
+        if slot < 0 or slot_ids[slot] == id:
+            return slot
+        bucket += 1
+        if bucket == len(buckets):
+            bucket = 0
+
+
+@njit(nogil=True, cache=True)
+def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped-def]
+    """Write the slot of each row (NO_SLOT where absent) and return how many were found."""
+    n, found = len(ids), 0
+    for i in range(n + PROBE_AHEAD + COMPARE_AHEAD):
+        if i < n:
+            tag = tag_of(tables[i], ids[i])
+            prefetch_item(buckets, home_of(tag, buckets))
+            slots[i] = np.int32(uint32(tag))
+        j = i - PROBE_AHEAD
+        if 0 <= j < n:
+            tag = uint64(uint32(slots[j]))
+            slot = _slot_in(buckets[_candidate(buckets, tag, home_of(tag, buckets))])
+            if slot >= 0:
+                prefetch_item(slot_ids, slot)
+            slots[j] = slot
+        k = j - COMPARE_AHEAD
+        if 0 <= k < n and slots[k] >= 0:
+            if slot_ids[slots[k]] != ids[k]:  # two rows share a tag: one lookup in 2^32 / rows
+                slots[k] = _probe(buckets, slot_ids, tag_of(tables[k], ids[k]), ids[k])
+            if slots[k] >= 0:
+                found += 1
+    return found
+
+
+@njit(nogil=True, inline="always")
+def _put(buckets, tag, slot):  # type: ignore[no-untyped-def]
+    """Enter a row that is absent."""
+    bucket = home_of(tag, buckets)
+    while buckets[bucket] != uint64(0):
+        bucket += 1
+        if bucket == len(buckets):
+            bucket = 0
+    buckets[bucket] = (tag << uint64(32)) | uint64(slot + 1)
+
+
+@njit(nogil=True, inline="always")
+def _take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
+    """Remove the row in `slot`; False when the table does not hold that slot (then nothing changes)."""
+    wanted, size = (tag << uint64(32)) | uint64(slot + 1), len(buckets)
+    hole = home_of(tag, buckets)
+    while buckets[hole] != wanted:
+        if buckets[hole] == uint64(0):
+            return False
+        hole += 1
+        if hole == size:
+            hole = 0
+    bucket = hole
+    while True:
+        bucket += 1
+        if bucket == size:
+            bucket = 0
+        word = buckets[bucket]
+        if word == uint64(0):
+            break
+        travelled = bucket - home_of(word >> uint64(32), buckets)
+        gap = bucket - hole
+        if travelled < 0:
+            travelled += size
+        if gap < 0:
+            gap += size
+        if travelled >= gap:  # the hole lies between the row's home and the row: it may move back
+            buckets[hole] = word
+            hole = bucket
+    buckets[hole] = uint64(0)
+    return True
+
+
+@njit(nogil=True, inline="always")
+def _ask_for_row(buckets, slot_tables, slot_ids, slots, i):  # type: ignore[no-untyped-def]
+    """Two-stage prefetch for removing slots[i + ...]: the slot's name first, then its bucket."""
+    if i + PROBE_AHEAD < len(slots):
+        prefetch_item(slot_ids, slots[i + PROBE_AHEAD])
+        prefetch_item(slot_tables, slots[i + PROBE_AHEAD])
+    if i + PROBE_AHEAD // 2 < len(slots):
+        slot = slots[i + PROBE_AHEAD // 2]
+        prefetch_item(buckets, home_of(tag_of(slot_tables[slot], slot_ids[slot]), buckets))
+
+
+@njit(nogil=True, cache=True)
+def evict_rows(buckets, slot_tables, slot_ids, slots, tables, ids):  # type: ignore[no-untyped-def]
+    """Take the rows of `slots` out of the table and write their names; returns how many were really there."""
+    for i in range(len(slots)):
+        _ask_for_row(buckets, slot_tables, slot_ids, slots, i)
+        slot = slots[i]
+        tables[i], ids[i] = slot_tables[slot], slot_ids[slot]
+        if not _take_out(buckets, tag_of(tables[i], ids[i]), slot):
+            return i
+    return len(slots)
+
+
+@njit(nogil=True, cache=True)
+def place_rows(buckets, slot_tables, slot_ids, ledger, freed, tables, ids, slots):  # type: ignore[no-untyped-def]
+    """Give each row a slot: freed ones of earlier removals, then never used ones, then those of `freed` in order."""
+    used = 0
+    for i in range(len(ids)):
+        if i + PROBE_AHEAD < len(ids):
+            prefetch_item(buckets, home_of(tag_of(tables[i + PROBE_AHEAD], ids[i + PROBE_AHEAD]), buckets))
+        if ledger[FREE_HEAD] != NO_SLOT:
+            slot = np.int32(ledger[FREE_HEAD])
+            ledger[FREE_HEAD] = slot_ids[slot]
+        elif ledger[FRESH] < len(slot_ids):
+            slot = np.int32(ledger[FRESH])
+            ledger[FRESH] += 1
+        else:
+            slot = freed[used]
+            used += 1
+        slot_tables[slot], slot_ids[slot], slots[i] = tables[i], ids[i], slot
+        _put(buckets, tag_of(tables[i], ids[i]), slot)
+    ledger[ROWS] += len(ids) - len(freed)
+
+
+@njit(nogil=True, cache=True)
+def free_slots(slot_ids, ledger, slots):  # type: ignore[no-untyped-def]
+    """Chain slots that lost their rows into the free list, which runs through `slot_ids`."""
+    for i in range(len(slots)):
+        slot_ids[slots[i]] = ledger[FREE_HEAD]
+        ledger[FREE_HEAD] = slots[i]
+    ledger[ROWS] -= len(slots)
+
+
+@njit(nogil=True, cache=True)
+def enter_rows(buckets, slot_tables, slot_ids, slots):  # type: ignore[no-untyped-def]
+    """Enter the rows that `slots` hold into an empty table (after a resize)."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        _put(buckets, tag_of(slot_tables[slot], slot_ids[slot]), slot)
+
+
+@njit(nogil=True, cache=True)
+def pin_slots(pins, ledger, slots):  # type: ignore[no-untyped-def]
+    """Pin each slot once more; returns the position whose count is full, or len(slots)."""
+    for i in range(len(slots)):
+        if i + PROBE_AHEAD < len(slots):
+            prefetch_item(pins, slots[i + PROBE_AHEAD])
+        count = pins[slots[i]]
+        if count == MAX_PINS:
+            return i
+        if count == 0:
+            ledger[PINNED] += 1
+        pins[slots[i]] = count + 1
+    return len(slots)
+
+
+@njit(nogil=True, cache=True)
+def unpin_slots(pins, ledger, slots):  # type: ignore[no-untyped-def]
+    """Undo one pin of each slot; returns the position that was not pinned, or len(slots)."""
+    for i in range(len(slots)):
+        if i + PROBE_AHEAD < len(slots):
+            prefetch_item(pins, slots[i + PROBE_AHEAD])
+        count = pins[slots[i]]
+        if count == 0:
+            return i
+        if count == 1:
+            ledger[PINNED] -= 1
+        pins[slots[i]] = count - 1
+    return len(slots)
