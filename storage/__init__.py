@@ -1,1 +1,50 @@
-"""Rows at rest: stores that keep embedding rows by (table, id) on disk, in memory or behind a wire."""
+"""Rows at rest: a store maps (table, id) to the bytes of a row. Imports neither torch nor `tiered_emb`."""
+
+from __future__ import annotations
+
+from storage.errors import (
+    CorruptionError,
+    CorruptRowError,
+    CorruptSegmentError,
+    NotAStoreError,
+    SchemaMismatchError,
+    StorageError,
+    StoreChangedError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreForkedError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+    StoreMissingError,
+    StoreReadOnlyError,
+)
+from storage.memory_store import MemoryStore
+from storage.schema import Column, RowSchema, table_number
+from storage.store import RowIds, Store, StoreStats, TableRef
+
+__all__ = [
+    "Column",
+    "CorruptRowError",
+    "CorruptSegmentError",
+    "CorruptionError",
+    "MemoryStore",
+    "NotAStoreError",
+    "RowIds",
+    "RowSchema",
+    "SchemaMismatchError",
+    "StorageError",
+    "Store",
+    "StoreChangedError",
+    "StoreClosedError",
+    "StoreConfigError",
+    "StoreForkedError",
+    "StoreFullError",
+    "StoreIOError",
+    "StoreLockedError",
+    "StoreMissingError",
+    "StoreReadOnlyError",
+    "StoreStats",
+    "TableRef",
+    "table_number",
+]

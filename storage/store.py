@@ -1,0 +1,193 @@
+"""The Store protocol: rows at rest, found by (table number, id).
+
+A store holds tables; tables of one schema form a group, and every verb works on a batch of rows of one group. A store
+knows nothing of slots, tiers, batches or training. What each verb promises is stated here once and checked for every
+implementation by `storage.testing.StoreContract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.schema import RowSchema
+
+Tables: TypeAlias = NDArray[np.uint32]
+Ids: TypeAlias = NDArray[np.int64]
+RowBytes: TypeAlias = NDArray[np.uint8]
+Mask: TypeAlias = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRef:
+    """A table as a store knows it: `number` stands for it in `RowIds.tables`; tables of one group share a schema."""
+
+    name: str
+    group: int
+    number: int
+    schema: RowSchema
+
+
+@dataclass(frozen=True, slots=True)
+class RowIds:
+    """The ids of N rows of one group.
+
+    Attributes:
+        group: the group, as in `TableRef.group`.
+        tables: uint32 (N,), table numbers.
+        ids: int64 (N,), any values; none is special.
+
+    Raises:
+        ValueError: dtypes or shapes differ from the above.
+    """
+
+    group: int
+    tables: Tables
+    ids: Ids
+
+    def __post_init__(self) -> None:
+        if self.tables.dtype != np.uint32 or self.ids.dtype != np.int64:
+            raise ValueError(f"row ids of dtypes {self.tables.dtype} and {self.ids.dtype}: expected uint32 and int64")
+        if self.ids.ndim != 1 or self.tables.shape != self.ids.shape:
+            raise ValueError(f"row ids of shapes {self.tables.shape} and {self.ids.shape}: expected (N,) twice")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, table: TableRef, ids: Ids) -> RowIds:
+        """Ids that all belong to one table."""
+        return cls(table.group, np.full(len(ids), table.number, np.uint32), ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters of one open store, from its opening on, and sizes as of now.
+
+    Attributes:
+        rows: live rows.
+        rows_read, rows_written: rows found by get, rows put (deletes are not counted).
+        bytes_read: stored bytes of the rows found (row and checksum), whether the page cache had them or not.
+        bytes_written: bytes of the segments committed.
+        segments: segments that exist, uncommitted ones included.
+        live_bytes: bytes of the live rows without any overhead.
+        disk_bytes: bytes that the store occupies on disk.
+        memory_bytes: anonymous host memory held (index, write buffers, tables of segments).
+        commits: transactions that reached the disk.
+    """
+
+    rows: int = 0
+    rows_read: int = 0
+    rows_written: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    segments: int = 0
+    live_bytes: int = 0
+    disk_bytes: int = 0
+    memory_bytes: int = 0
+    commits: int = 0
+
+
+class Store(Protocol):
+    """Rows at rest. The verbs of one store may be called from several threads; each is atomic to the others."""
+
+    def open_table(self, name: str, schema: RowSchema) -> TableRef:
+        """Open a table, or create it. Equal schemas give the same group.
+
+        Raises:
+            SchemaMismatchError: the table is stored with another schema, or its number is taken by another name.
+        """
+
+    def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
+        """Copy rows out.
+
+        Args:
+            rows: N ids of one group, duplicates allowed.
+            out: uint8 (N, row_bytes), bytes of a row adjacent; rows of missing ids are left as they are.
+            found: bool (N,), set for every row.
+
+        Raises:
+            CorruptRowError: a row is damaged. The contents of `out` and `found` are undefined then.
+        """
+
+    def put(self, rows: RowIds, data: RowBytes) -> None:
+        """Insert or replace rows. The data is copied during the call; of an id that occurs twice the later wins.
+
+        Args:
+            rows: N ids of one group.
+            data: uint8 (N, row_bytes), bytes of a row adjacent.
+
+        Raises:
+            StoreFullError: no room. Some of the rows may be in the store; put them all again once there is room.
+            StoreIOError: the disk failed.
+            StoreReadOnlyError: the store may not be written from here.
+        """
+
+    def delete(self, rows: RowIds) -> None:
+        """Forget rows; missing ids are fine. Raises as `put`."""
+
+    def scan(self, group: int) -> Iterator[tuple[RowIds, RowBytes]]:
+        """Every live row of a group once, in blocks, in no order that means anything.
+
+        Raises:
+            StoreChangedError: rows were put or deleted since the scan began.
+            CorruptRowError: a row is damaged.
+        """
+
+    def flush(self, note: bytes | None = None) -> None:
+        """Make everything put so far durable as one complete state.
+
+        Args:
+            note: a few opaque bytes kept with the state (at most 64 KiB); None keeps the previous ones.
+
+        Raises:
+            StoreFullError, StoreIOError: the state is not complete; the previous one still is.
+        """
+
+    def close(self) -> None:
+        """Flush and let go of everything; again does nothing. After StoreFullError the store is still open."""
+
+    @property
+    def note(self) -> bytes:
+        """The note of the last complete state, b"" if none was given."""
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes."""
+
+    def memory_after(self, inserts: int) -> int:
+        """An upper bound of `stats().memory_bytes` after `inserts` rows, new or not, will have been put."""
+
+    def __enter__(self) -> Store: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def check_batch(rows: RowIds, data: RowBytes, row_bytes: int) -> None:
+    """Refuse row bytes that do not fit their ids.
+
+    Raises:
+        ValueError: `data` is not uint8 (N, row_bytes) with the bytes of a row adjacent.
+    """
+    if data.dtype != np.uint8 or data.shape != (len(rows), row_bytes):
+        raise ValueError(f"row bytes {data.dtype} {data.shape}: expected uint8 ({len(rows)}, {row_bytes})")
+    if len(rows) and data.strides[1] != 1:
+        raise ValueError(f"row bytes with strides {data.strides}: the bytes of a row must be adjacent")
+
+
+def check_found(rows: RowIds, found: Mask) -> None:
+    """Refuse a mask that does not fit its ids.
+
+    Raises:
+        ValueError: `found` is not bool (N,), contiguous and writable.
+    """
+    if found.dtype != np.bool_ or found.shape != (len(rows),):
+        raise ValueError(f"found mask {found.dtype} {found.shape}: expected bool ({len(rows)},)")
+    if not (found.flags.c_contiguous and found.flags.writeable):
+        raise ValueError("found mask must be contiguous and writable")
