@@ -1,8 +1,9 @@
 """Initial rows: a pure function of (seed, table, id), so that a row costs nothing until it is touched.
 
-A row is never stored before its first change; whoever needs it computes it, in any order, in any process, on any shard, and
-gets the same bits. Every number comes from Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as
-1, 2, 3", SC 2011), a counter-based generator: four 32-bit words of output are a keyed bijection of four words of counter.
+A row is never stored before its first change; whoever needs it computes it, in any order, in any process, on any
+shard, and gets the same bits. Every number comes from Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011), a counter-based generator: four 32-bit words of output are a keyed bijection
+of four words of counter.
     key     = the seed (64 bits)
     counter = (low word of id, high word of id, table number, number of the block of 4 columns)
 Nothing here holds state; every function may be called from any thread and releases the GIL.
@@ -95,7 +96,8 @@ def _fill_normal(seed: Any, tables: Any, ids: Any, mean: Any, std: Any, out: Any
 
 @dataclass(frozen=True)
 class Uniform:
-    """Evenly spread over [low, high]: low + u * (high - low) in float64, u a multiple of 2^-24 below 1, then rounded."""
+    """Evenly spread over [low, high]: low + u * (high - low) in float64, u a multiple of 2^-24 below 1, then
+    rounded."""
 
     low: float = -0.01
     high: float = 0.01

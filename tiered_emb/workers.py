@@ -1,15 +1,15 @@
 """WorkerPool: our own few threads, over which a batch's row work is partitioned.
 
-Numba kernels here are serial and release the GIL; parallel work is a kernel called on several contiguous parts of a batch
-at once. Numba's own `parallel=True` is not used: one of its layers kills a forked child that enters a kernel, the other
-aborts when two threads do.
+Numba kernels here are serial and release the GIL; parallel work is a kernel called on several contiguous parts of a
+batch at once. Numba's own `parallel=True` is not used: one of its layers kills a forked child that enters a kernel,
+the other aborts when two threads do.
 
 Invariants
 - The parts of one `run` are disjoint and cover range(n); which thread takes which part is left to chance, so a function
   given to `run` must not let its result depend on the partition. (Parts are handed out one by one, because the ids that
   appear first in a skewed batch have most of the positions: an even split by rows is not an even split of the work.)
-- The caller works too and never waits for a part that nobody has begun. Hence several threads may call `run` at once, and
-  a function that is being run may call `run` itself, without deadlock.
+- The caller works too and never waits for a part that nobody has begun. Hence several threads may call `run` at once,
+  and a function that is being run may call `run` itself, without deadlock.
 - When `run` returns or raises, no part is running.
 
 Threads: a pool of `threads` owns `threads - 1` daemon threads, started by the first `run` that can use them. A forked
@@ -48,7 +48,7 @@ class _Job:
             try:
                 if self.error is None:
                     self._fn(part * self._size, min((part + 1) * self._size, self._n))
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that called run
+            except BaseException as error:  # raised again in the thread that called run
                 with self._lock:
                     self.error = self.error or error
             finally:
@@ -65,7 +65,7 @@ class _Job:
         while not self._all_ended.is_set():
             try:
                 self._all_ended.wait()
-            except BaseException as error:  # noqa: BLE001 - Ctrl-C: raised again once no part is running
+            except BaseException as error:  # Ctrl-C: raised again once no part is running
                 self.error = self.error or error
 
 
@@ -84,8 +84,8 @@ def _stop(jobs: SimpleQueue[_Job | None], threads: int) -> None:
 class WorkerPool:
     """Runs a function over the parts of a range on `threads` threads, the caller's included.
 
-    Requires: threads >= 1. Threads are started at the first use; `close` (or `with`) ends them, and so does dropping the
-    pool. May be used by several threads at once and, after a fork, in the child.
+    Requires: threads >= 1. Threads are started at the first use; `close` (or `with`) ends them, and so does dropping
+    the pool. May be used by several threads at once and, after a fork, in the child.
     """
 
     def __init__(self, threads: int) -> None:
@@ -102,8 +102,8 @@ class WorkerPool:
     def run(self, fn: Part, n: int, grain: int = 1) -> None:
         """Call fn(first, last) on disjoint parts that cover range(n); return when all have returned.
 
-        No part is smaller than `grain`, but the last. The first error that a part raises is raised here, after every part
-        that was running has ended; parts not begun by then are skipped. n = 0 calls nothing.
+        No part is smaller than `grain`, but the last. The first error that a part raises is raised here, after every
+        part that was running has ended; parts not begun by then are skipped. n = 0 calls nothing.
         """
         if self._closed:
             raise RuntimeError("this WorkerPool is closed; make a new one")

@@ -1,6 +1,7 @@
 """Row work by device: one set of functions, several implementations with the same bits.
 
-`reference` is the specification in torch ops and runs on any device; `cpu` is Numba. `batch` is work on ids, on the host.
+`reference` is the specification in torch ops and runs on any device; `cpu` is Numba. `batch` is work on ids, on the
+host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Software prefetch for Numba kernels: the one thing they need that Python cannot say.
 
-Row work on tables larger than the caches waits for memory; asking for a row some iterations before it is used hides most
-of that wait. A prefetch is a hint: it never faults, reads nothing and changes no result, whatever the address.
+Row work on tables larger than the caches waits for memory; asking for a row some iterations before it is used hides
+most of that wait. A prefetch is a hint: it never faults, reads nothing and changes no result, whatever the address.
 
 Numba's cache does not see edits of this file: after one, delete the `__pycache__` folders of the kernels.
 """
@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 _I32 = ir.IntType(32)
+_LINE = 16  # float32 numbers a cache line
 _FOR_READING, _KEEP_IN_ALL_CACHES, _DATA_CACHE = 0, 3, 1
 
 
@@ -48,3 +49,10 @@ def prefetch2(typingctx: Any, array: Any, i: Any, j: Any) -> Any:
         return _prefetch(context, builder, signature.args[0], args[0], [args[1], args[2]])
 
     return types.void(array, types.int64, types.int64), codegen
+
+
+@njit(inline="always")
+def prefetch_row(rows: Any, row: Any) -> None:
+    """Ask for every cache line of rows[row], a two-dimensional float32 array."""
+    for column in range(0, rows.shape[1], _LINE):
+        prefetch2(rows, row, column)

@@ -1,9 +1,10 @@
 """Sums over the columns of a row in a fixed order that vector units can follow: eight lanes.
 
-A plain left-to-right float32 sum is one long chain of dependent additions. Here lane l adds columns l, l + 8, l + 16, ...
-from zero, and the lanes are folded in halves: l + (l + 4), then l + (l + 2), then l + (l + 1). The order is part of the
-definition of whatever uses it (row-wise Adagrad's mean square, the gradients of per-sample weights), so the torch and
-the Numba form below agree to the bit on every device. Columns past the last multiple of eight count as zeros.
+A plain left-to-right float32 sum is one long chain of dependent additions. Here lane l adds columns l, l + 8, l + 16,
+... from zero, and the lanes are folded in halves: l + (l + 4), then l + (l + 2), then l + (l + 1). The order is part
+of the definition of whatever uses it (row-wise Adagrad's mean square, the gradients of per-sample weights), so the
+torch and the Numba form below agree to the bit on every device. Columns past the last multiple of eight count as
+zeros.
 
 Numba's cache does not see edits of this file: after one, delete the `__pycache__` folders of its users.
 """

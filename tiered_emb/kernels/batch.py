@@ -1,8 +1,8 @@
 """What a batch of ids is, worked out on the host: unique ids, and where in the batch each one stands.
 
-Arrays in and out are numpy; no row is read here. Every kernel is serial, releases the GIL and visits the batch in order, so
-that the order of unique ids (first appearance) and of each id's positions (batch order) is defined by the batch alone. That
-order is what makes the sum of a row's gradients reproducible to the bit.
+Arrays in and out are numpy; no row is read here. Every kernel is serial, releases the GIL and visits the batch in
+order, so that the order of unique ids (first appearance) and of each id's positions (batch order) is defined by the
+batch alone. That order is what makes the sum of a row's gradients reproducible to the bit.
 
 Shapes: N ids, U unique ids, F segments (features) of a batch, B bags.
 """
@@ -44,9 +44,10 @@ class UniqueIds:
 class Deduper:
     """Finds the unique (table, id) of a batch, in order of first appearance.
 
-    A hash table with open addressing, kept from batch to batch. Each place holds an id and a tag = (generation, number of
-    the unique id). Every table of every batch gets a generation of its own, so clearing is free and two tables that have
-    the same id never meet; any 64-bit id is data. The table grows to at least twice the ids of the largest batch seen.
+    A hash table with open addressing, kept from batch to batch. Each place holds an id and a tag = (generation,
+    number of the unique id). Every table of every batch gets a generation of its own, so clearing is free and two
+    tables that have the same id never meet; any 64-bit id is data. The table grows to at least twice the ids of the
+    largest batch seen.
 
     Not thread-safe: one Deduper belongs to one thread at a time (the planner's).
     """
@@ -69,8 +70,8 @@ class Deduper:
     ) -> int:
         """Fill `out` and return U. ids (N,); segment f is ids[segments[f]:segments[f + 1]], of the table tables[f].
 
-        Requires: segments (F + 1,) starts at 0, does not decrease and ends at N; out has room for N. Segments of one table
-        share its ids, wherever they stand.
+        Requires: segments (F + 1,) starts at 0, does not decrease and ends at N; out has room for N. Segments of one
+        table share its ids, wherever they stand.
         """
         n = len(ids)
         assert n < 1 << 31 and len(out.inverse) >= n and segments[-1] == n, (n, segments)
@@ -106,8 +107,8 @@ def bags_of(offsets: npt.NDArray[np.int64], out: npt.NDArray[np.int32]) -> None:
 def check_offsets(offsets: npt.NDArray[np.int64], n: int) -> int:
     """First place where `offsets` is no list of bag boundaries over n ids, or -1.
 
-    Wrong is: offsets[0] != 0 (place 0), offsets[i] < offsets[i - 1] (place i), a last one other than n (the last place).
-    offsets (B + 1,), at least one item.
+    Wrong is: offsets[0] != 0 (place 0), offsets[i] < offsets[i - 1] (place i), a last one other than n (the last
+    place). offsets (B + 1,), at least one item.
     """
     return int(_check_offsets(offsets, n))
 

@@ -1,15 +1,15 @@
 """Row work on the CPU in Numba: pool, gather, gradient sums, copies in and out of a slab.
 
-The twin of `reference`, where each function's contract stands: same arguments, same bits. Shapes: S slots, D columns of a
-weight row, K columns of optimizer state, U unique ids, N positions of a batch, B bags, M rows copied.
+The twin of `reference`, where each function's contract stands: same arguments, same bits. Shapes: S slots, D columns
+of a weight row, K columns of optimizer state, U unique ids, N positions of a batch, B bags, M rows copied.
 
-Bits. A bag is summed from zero in the order of its positions, a row's gradient from zero in the order of `position`, each in
-float32 without fused multiply-add or reassociation; a mean divides the sum. Workers are given whole bags, rows or
-positions, so their number changes nothing.
+Bits. A bag is summed from zero in the order of its positions, a row's gradient from zero in the order of `position`,
+each in float32 without fused multiply-add or reassociation; a mean divides the sum. Workers are given whole bags,
+rows or positions, so their number changes nothing.
 
-Speed. Rows far apart in memory are asked for some positions ahead (`_AHEAD`); inner loops index arrays and take no slices
-(a slice in an inner loop made the backward three times slower). Tensors are C-contiguous: one specialisation a kernel. The
-functions above the kernels only turn tensors into arrays, about 1 us each.
+Speed. Rows far apart in memory are asked for some positions ahead (`_AHEAD`); inner loops index arrays and take no
+slices (a slice in an inner loop made the backward three times slower). Tensors are C-contiguous: one specialisation a
+kernel. The functions above the kernels only turn tensors into arrays, about 1 us each.
 
 Threads: any; nothing is kept. The caller sees to it that nobody writes the slots that are read, or reads those written.
 """
@@ -23,12 +23,11 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from tiered_emb.kernels._intrinsics import prefetch2
+from tiered_emb.kernels._intrinsics import prefetch_row
 from tiered_emb.kernels._lanes import lane_dot
 from tiered_emb.workers import WorkerPool
 
 _AHEAD = 8  # positions between asking for a row and using it
-_LINE = 16  # float32 numbers a cache line
 _GRAIN = 4096  # positions of the smallest part worth giving to another thread
 _NO_WEIGHTS = np.empty(0, np.float32)  # stands for per_sample=None: one specialisation instead of two
 
@@ -150,13 +149,6 @@ def _grain(bags: int, positions: int) -> int:
     return max(1, _GRAIN * bags // max(positions, bags, 1))
 
 
-@njit(inline="always")
-def _ask_for_row(rows: Any, row: Any) -> None:
-    """Prefetch every cache line of a row."""
-    for d in range(0, rows.shape[1], _LINE):
-        prefetch2(rows, row, d)
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def _pool(
     weight: Any,
@@ -175,7 +167,7 @@ def _pool(
             out[b, d] = 0
         for p in range(offsets[b], offsets[b + 1]):
             if p + _AHEAD < end:
-                _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+                prefetch_row(weight, slots[inverse[p + _AHEAD]])
             row = slots[inverse[p]]
             if weighted:
                 factor = per_sample[p]
@@ -199,7 +191,7 @@ def _pool_max(weight: Any, slots: Any, inverse: Any, offsets: Any, out: Any, arg
             arg[b, d] = -1
         for p in range(offsets[b], offsets[b + 1]):
             if p + _AHEAD < end:
-                _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+                prefetch_row(weight, slots[inverse[p + _AHEAD]])
             row = slots[inverse[p]]
             for d in range(dim):
                 if arg[b, d] < 0 or weight[row, d] > out[b, d]:
@@ -211,7 +203,7 @@ def _pool_max(weight: Any, slots: Any, inverse: Any, offsets: Any, out: Any, arg
 def _gather(weight: Any, slots: Any, inverse: Any, out: Any, first: Any, last: Any) -> None:
     for p in range(first, last):
         if p + _AHEAD < last:
-            _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+            prefetch_row(weight, slots[inverse[p + _AHEAD]])
         row = slots[inverse[p]]
         for d in range(weight.shape[1]):
             out[p, d] = weight[row, d]
@@ -223,7 +215,7 @@ def _per_sample_gradients(
 ) -> None:
     for p in range(first, last):
         if p + _AHEAD < last:
-            _ask_for_row(weight, slots[inverse[p + _AHEAD]])
+            prefetch_row(weight, slots[inverse[p + _AHEAD]])
         out[p] = lane_dot(weight, slots[inverse[p]], grad, bags[p])
 
 
@@ -238,7 +230,7 @@ def _sum_gradients(
             out[row, d] = 0
         for place in range(start[u], start[u + 1]):
             if place + _AHEAD < end:
-                _ask_for_row(grad, bags[position[place + _AHEAD]])
+                prefetch_row(grad, bags[position[place + _AHEAD]])
             p = position[place]
             b = bags[p]
             if weighted:
@@ -271,8 +263,8 @@ def _read_rows(weight: Any, state: Any, slots: Any, out: Any) -> None:
     dim = weight.shape[1]
     for m in range(len(slots)):
         if m + _AHEAD < len(slots):
-            _ask_for_row(weight, slots[m + _AHEAD])
-            _ask_for_row(state, slots[m + _AHEAD])
+            prefetch_row(weight, slots[m + _AHEAD])
+            prefetch_row(state, slots[m + _AHEAD])
         for d in range(dim):
             out[m, d] = weight[slots[m], d]
         for k in range(state.shape[1]):
@@ -284,8 +276,8 @@ def _write_rows(weight: Any, state: Any, slots: Any, rows: Any) -> None:
     dim = weight.shape[1]
     for m in range(len(slots)):
         if m + _AHEAD < len(slots):
-            _ask_for_row(weight, slots[m + _AHEAD])
-            _ask_for_row(state, slots[m + _AHEAD])
+            prefetch_row(weight, slots[m + _AHEAD])
+            prefetch_row(state, slots[m + _AHEAD])
         for d in range(dim):
             weight[slots[m], d] = rows[m, d]
         for k in range(state.shape[1]):

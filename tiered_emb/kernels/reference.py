@@ -4,8 +4,8 @@ Shapes: S slots, D columns of a weight row, K columns of optimizer state, U uniq
 M rows copied. float32 rows, int32 slots, bags and positions, int64 offsets and starts; `out` is written whole.
 
 Sums run position by position through all bags (or rows) at once, so each is a left-to-right float32 sum, whatever the
-device. That takes as many steps as the longest bag (or the hottest row) has positions: this is for truth, not for speed.
-`workers` is taken for the sake of the common signature and not used.
+device. That takes as many steps as the longest bag (or the hottest row) has positions: this is for truth, not for
+speed. `workers` is taken for the sake of the common signature and not used.
 
 A sum starts from +0.0. Hence a bag of one row of -0.0 pools to +0.0 (as in torch), while `gather` copies the sign.
 """
@@ -33,8 +33,8 @@ def pool(
 ) -> None:
     """out[b] = sum, in order, of weight[slots[inverse[p]]] over the positions p of bag b; empty bags give 0.
 
-    weight (S, D), slots (U,), inverse (N,), offsets (B + 1,), per_sample (N,) or None, out (B, D). With per_sample a row is
-    multiplied (rounded) before it is added. "mean" divides the sum by the bag's number of positions.
+    weight (S, D), slots (U,), inverse (N,), offsets (B + 1,), per_sample (N,) or None, out (B, D). With per_sample a
+    row is multiplied (rounded) before it is added. "mean" divides the sum by the bag's number of positions.
     """
     rows = slots[inverse]
     out.zero_()
