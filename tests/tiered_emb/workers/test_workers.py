@@ -102,11 +102,13 @@ def test_many_callers_at_once() -> None:
     sums = [0] * 8
     with WorkerPool(3) as pool:
 
+        def count() -> int:
+            parts: list[int] = []
+            pool.run(lambda first, last: parts.append(last - first), 1000, 10)
+            return sum(parts)
+
         def caller(i: int) -> None:
-            for _ in range(50):
-                parts: list[int] = []
-                pool.run(lambda first, last: parts.append(last - first), 1000, 10)
-                sums[i] += sum(parts)
+            sums[i] = sum(count() for _ in range(50))
 
         threads = [threading.Thread(target=caller, args=(i,)) for i in range(8)]
         for thread in threads:
