@@ -12,7 +12,7 @@ from numba import njit
 
 from storage.schema import Column
 from tiered_emb.kernels._intrinsics import prefetch_row
-from tiered_emb.optim._rule import check_numbers
+from tiered_emb.optim._rule import check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
 
@@ -53,7 +53,7 @@ class Adagrad:
         rows = slots.long()
         sums = state[rows] + grads * grads
         state[rows] = sums
-        weight[rows] = weight[rows] - grads / (sums.sqrt() + self.eps) * self.lr
+        weight[rows] = weight[rows] - grads / (rounded_sqrt(sums) + self.eps) * self.lr
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

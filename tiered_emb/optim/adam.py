@@ -13,7 +13,7 @@ from numba import njit
 from storage.schema import Column
 from tiered_emb.errors import ConfigError
 from tiered_emb.kernels._intrinsics import prefetch_row
-from tiered_emb.optim._rule import check_numbers
+from tiered_emb.optim._rule import check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
 
@@ -63,7 +63,7 @@ class Adam:
         mean = mean + (grads - mean) * share_1
         square = square + (grads * grads - square) * share_2
         state[rows] = torch.cat([mean, square], 1)
-        weight[rows] = weight[rows] - mean / (square.sqrt() + self.eps) * self._step_size(step)
+        weight[rows] = weight[rows] - mean / (rounded_sqrt(square) + self.eps) * self._step_size(step)
 
     def _shares(self) -> tuple[float, float]:
         """What a new gradient counts for in the two averages."""

@@ -16,7 +16,7 @@ from numba import njit
 from storage.schema import Column
 from tiered_emb.kernels._intrinsics import prefetch_row
 from tiered_emb.kernels._lanes import lane_dot, lane_sum
-from tiered_emb.optim._rule import check_numbers
+from tiered_emb.optim._rule import check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
 
@@ -61,7 +61,7 @@ class RowwiseAdagrad:
         columns = grads.new_full((len(grads),), grads.shape[1])  # a scalar divisor is made a factor on some devices
         sums = state[rows, 0] + lane_sum(grads * grads) / columns
         state[rows, 0] = sums
-        scale = torch.full_like(sums, self.lr) / (sums.sqrt() + self.eps)
+        scale = torch.full_like(sums, self.lr) / (rounded_sqrt(sums) + self.eps)
         weight[rows] = weight[rows] - grads * scale[:, None]
 
 
