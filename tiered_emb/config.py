@@ -42,8 +42,12 @@ def parse_bytes(size: int | str, what: str = "size") -> int:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{what} is {size!r}; expected a number of bytes such as 0, 65536, '256KiB', '1.5GiB' or '2GB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+        raise ConfigError(
+            f"{what} is {size!r}; expected a number of bytes such as 0, 65536, '256KiB', '1.5GiB' or '2GB'"
+        )
+    return (
+        int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ class TableConfig:
         if self.mode not in MODES:
             raise ConfigError(f"table {self.name!r}: mode is {self.mode!r}; expected one of {', '.join(MODES)}")
         if isinstance(self.feature_names, str):
-            raise ConfigError(f"table {self.name!r}: feature_names is one string; expected a list such as [{self.feature_names!r}]")
+            raise ConfigError(
+                f"table {self.name!r}: feature_names is one string; expected a list such as [{self.feature_names!r}]"
+            )
         object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
 
 

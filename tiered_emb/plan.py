@@ -9,6 +9,7 @@ F features.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -71,17 +72,10 @@ def _lengths(features: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
         if len(lengths) and int(lengths.min()) < 0:
             raise InvalidBatchError(f"feature {name!r}: bag {int(lengths.argmin())} has length {int(lengths.min())}")
         if int(lengths.sum()) != ids.numel():
-            raise InvalidBatchError(f"feature {name!r}: lengths add up to {int(lengths.sum())}, but {ids.numel()} ids came")
+            raise InvalidBatchError(
+                f"feature {name!r}: lengths add up to {int(lengths.sum())}, but {ids.numel()} ids came"
+            )
     return torch.cat([part[1].to(torch.int64) for part in features.values()])
-
-
-@dataclass(frozen=True, slots=True)
-class ModeRun:
-    """Bags ``first`` .. ``last - 1`` of a batch are pooled by ``mode``."""
-
-    mode: Mode
-    first: int
-    last: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,13 +85,13 @@ class Bags:
     Attributes:
         offsets: (B + 1,) int64.
         weights: (N,) float32 per-sample weights, or None.
-        runs: the pooling modes, covering all bags in order.
-        plain: every bag holds one id (pooling is then a gather).
+        mode: how a bag's rows become one.
+        plain: every bag holds one id of weight 1, so that pooling is a gather.
     """
 
     offsets: torch.Tensor
     weights: torch.Tensor | None
-    runs: tuple[ModeRun, ...]
+    mode: Mode
     plain: bool
 
     @property
@@ -144,10 +138,33 @@ class Victims:
     lower_slots: Slots
 
     @classmethod
+    def past(cls, slots: Slots, tables: TableNumbers, ids: Ids, dirty: NDArray[np.bool_]) -> Victims:
+        """Rows that have no tier below to go to, so far."""
+        return cls(slots, tables, ids, dirty, np.full(len(slots), -1, np.int32))
+
+    @classmethod
     def none(cls) -> Victims:
         """No row leaves."""
-        slots = np.empty(0, np.int32)
-        return cls(slots, np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, np.bool_), slots)
+        return cls.past(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, np.bool_))
+
+
+class Pin:
+    """The pins of one plan, so that they end with it whatever becomes of it.
+
+    A plan that is dropped (its output was never used, an exception) posts its slots to ``dropped``, which the planner
+    empties before the next plan: dropping may happen in any thread and at any moment, a Directory is one thread's.
+    """
+
+    __slots__ = ("_dropped", "released", "slots")
+
+    def __init__(self, slots: Slots, dropped: deque[Slots]) -> None:
+        self.slots = slots
+        self.released = False
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        if not self.released:
+            self._dropped.append(self.slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,19 +177,24 @@ class Plan:
         slots: (U,) int32 top-tier slot of each unique id, pinned until release.
         missing: (M,) int32 positions in ``batch.ids`` that are not in the top tier yet; the H that lie in the lower
             tier come first.
-        missing_dirty: (H,) bool: those H rows differ from the Store's.
         lower_from: (H,) int32 lower-tier slots they come from.
         victims: rows that leave the top tier.
         lower_victims: rows that leave the lower tier.
-        released: pins are gone; the slots may hold other rows.
+        arg: (B, D) int32, the positions that won max bags; set by the lookup.
+        pin: holds the slots; released with the plan, or when the plan is dropped.
     """
 
     number: int
     batch: IdBatch
     slots: Slots
     missing: Slots
-    missing_dirty: NDArray[np.bool_]
     lower_from: Slots
     victims: Victims = field(default_factory=Victims.none)
     lower_victims: Victims = field(default_factory=Victims.none)
-    released: bool = False
+    arg: torch.Tensor | None = None
+    pin: Pin | None = None
+
+    @property
+    def released(self) -> bool:
+        """The pins are gone; the slots may hold other rows."""
+        return self.pin is None or self.pin.released

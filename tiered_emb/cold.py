@@ -1,0 +1,110 @@
+"""ColdRows: the rows of a group that no tier holds - in the Store, not yet taken by it, or never stored.
+
+A read finds each row in its authoritative place: ``unwritten`` (rows that a failing Store refused), else the Store, else
+the table's initializer with zero optimizer state. A write that the Store refuses is kept in ``unwritten``: readable, in
+memory beyond the budget, and handed over before anything else is written. So a full disk stops training with an error and
+loses nothing.
+
+One thread at a time. It does not know tiers, slots or plans.
+
+Shapes: N rows, D dimension, K state width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import StoreFullError, StoreIOError
+from storage.memory_store import MemoryStore
+from storage.schema import RowSchema
+from storage.store import RowIds, Store
+from tiered_emb.init import Initializer
+from tiered_emb.plan import Ids, Rows, TableNumbers
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of a group.
+
+    Attributes:
+        name: in the Store and in messages.
+        number: names it in ids of rows.
+        init: the numbers of a row never stored.
+        seed: of ``init``.
+    """
+
+    name: str
+    number: int
+    init: Initializer
+    seed: int
+
+
+class ColdRows:
+    """Reads and writes rows below the tiers; see the module's essay.
+
+    Attributes:
+        tables: by table number.
+        unwritten: number of rows the Store has refused so far.
+    """
+
+    def __init__(self, store: Store, group: int, schema: RowSchema) -> None:
+        self.tables: dict[int, Table] = {}
+        self.unwritten = 0
+        self._store = store
+        self._group = group
+        self._dim = schema.columns[0].width
+        self._kept = MemoryStore()
+        self._kept_group = self._kept.open_table("unwritten", schema).group
+
+    def read(self, tables: TableNumbers, ids: Ids, out: Rows) -> None:
+        """Fill ``out`` (N, D + K). Raises what the Store raises; ``out`` is then undefined."""
+        data, found = out.view(np.uint8), np.zeros(len(ids), np.bool_)
+        self._store.get(RowIds(self._group, tables, ids), data, found)
+        if self.unwritten:
+            kept = np.zeros(len(ids), np.bool_)
+            self._kept.get(RowIds(self._kept_group, tables, ids), data, kept)
+            found |= kept
+        if not found.all():
+            self._initialise(np.flatnonzero(~found), tables, ids, out)
+
+    def write(self, tables: TableNumbers, ids: Ids, rows: Rows) -> Exception | None:
+        """Store ``rows`` (N, D + K); if the Store cannot take them, keep them and return its error."""
+        try:
+            self._store.put(RowIds(self._group, tables, ids), rows.view(np.uint8))
+        except (StoreFullError, StoreIOError) as error:
+            self._kept.put(RowIds(self._kept_group, tables, ids), rows.view(np.uint8))
+            self._count_unwritten()
+            return error
+        if self.unwritten:
+            self._forget(tables, ids)
+        return None
+
+    def retry(self) -> None:
+        """Hand over what the Store refused. Raises StoreFullError or StoreIOError if it still does; then all is kept."""
+        if self.unwritten:
+            for rows, data in list(self._kept.scan(self._kept_group)):
+                self._store.put(RowIds(self._group, rows.tables, rows.ids), data)
+                self._forget(rows.tables, rows.ids)
+
+    def _forget(self, tables: TableNumbers, ids: Ids) -> None:
+        self._kept.delete(RowIds(self._kept_group, tables, ids))
+        self._count_unwritten()
+
+    def _count_unwritten(self) -> None:
+        self.unwritten = sum(len(rows.ids) for rows, _ in self._kept.scan(self._kept_group))
+
+    def _initialise(self, new: NDArray[np.intp], tables: TableNumbers, ids: Ids, out: Rows) -> None:
+        """Rows ``new`` of ``out``: the table's initial weights, zero state. Tables of one initializer go together."""
+        out[new] = 0
+        kinds: dict[tuple[Initializer, int], list[int]] = {}
+        for number in np.unique(tables[new]):
+            table = self.tables[int(number)]
+            kinds.setdefault((table.init, table.seed), []).append(table.number)
+        for (init, seed), numbers in kinds.items():
+            mine = new if len(kinds) == 1 else new[np.isin(tables[new], np.array(numbers, np.uint32))]
+            weight = np.empty((len(mine), self._dim), np.float32)
+            init.fill(seed, tables[mine], ids[mine], weight)
+            out[mine, : self._dim] = weight

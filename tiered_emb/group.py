@@ -1,0 +1,404 @@
+"""TableGroup: the tables of one row schema, and the verbs that take a batch along its road.
+
+::
+
+    batch = group.dedupe(lookup, ids, segments, bags)   unique (table, id), inverse, counts
+    plan  = group.plan(batch)                           slots pinned, victims chosen; moves no row
+    rows  = group.fetch(plan)                           lower tier -> Store -> init(seed, id)
+    group.commit(plan, rows)                            victims out, rows in
+    out   = group.lookup(plan)                          gather and pool by slot
+    group.update(uses, rule, step)                      sum by row in forward order, apply the row rule
+    group.release(plan)                                 unpin
+
+The group is the only one that knows all tiers and the Store, and the only one that moves rows between them. One top tier
+is worked on; a lower tier, where there is one, takes the top's victims and hands rows back up. Invariants:
+
+- A slot pinned by a live plan is never a victim, and never moves.
+- A row has one authoritative place: the top tier, else the lower tier, else :mod:`tiered_emb.cold`.
+  A row that moves up leaves the lower tier; ``dirty`` (differs from the Store's) moves with it.
+- ``init`` is pure, so a row that was never updated is dropped, not written.
+- Bad input and a batch that does not fit are refused before anything changes. A read that fails takes back the slots that
+  were planned for its rows; a row that the Store refuses stays readable and is written once there is room.
+
+All verbs belong to one thread at a time; :mod:`tiered_emb.engine` owns budgets and the Store's life.
+
+Shapes: N ids, U unique ids, M missing rows, V victims, D dimension, K state width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from storage.errors import StorageError
+from storage.schema import RowSchema
+from storage.store import Store
+from tiered_emb.cold import ColdRows, Table
+from tiered_emb.errors import TierCapacityError
+from tiered_emb.gradients import Use, apply_gradients, bag_numbers, row_gradients
+from tiered_emb.kernels import batch as batch_kernels
+from tiered_emb.optim import RowRule
+from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers, Victims
+from tiered_emb.scratch import Scratch
+from tiered_emb.tier import Tier
+from tiered_emb.workers import WorkerPool
+
+MOVE_BYTES = 1 << 18  # rows move between tiers through a buffer of about this size
+
+
+class TableGroup:
+    """The tables of one row schema over shared tiers and one Store; see the module's essay.
+
+    Attributes:
+        number: the group's number in the Store.
+        schema: of every row: weight, then optimizer state.
+        tiers: top first; one or two.
+        cold: the rows that no tier holds.
+        make_room: asked before each plan with (missing rows, unique rows); shrinks tiers so that what the batch stages
+            and what the Store may grow by stays within the budget. Returns whether any tier shrank.
+    """
+
+    def __init__(self, number: int, schema: RowSchema, store: Store, tiers: list[Tier], workers: WorkerPool) -> None:
+        self.number = number
+        self.schema = schema
+        self.tiers = tiers
+        self.cold = ColdRows(store, number, schema)
+        self.make_room: Callable[[int, int], bool] = lambda missing, unique: False
+        self._workers = workers
+        self._deduper = batch_kernels.Deduper()
+        self._scratch = Scratch()  # of a batch's positions
+        self._staging = Scratch()  # of rows on the move; counts against the host budget
+        self._plans = 0
+        self._dropped: deque[Slots] = deque()
+
+    @property
+    def top(self) -> Tier:
+        """The tier that batches are worked on in."""
+        return self.tiers[0]
+
+    @property
+    def lower(self) -> Tier | None:
+        """The tier under the top one, if there is one."""
+        return self.tiers[1] if len(self.tiers) > 1 else None
+
+    @property
+    def dim(self) -> int:
+        """D: floats of a weight row."""
+        return self.schema.columns[0].width
+
+    @property
+    def row_width(self) -> int:
+        """D + K: floats of a whole row."""
+        return self.schema.row_bytes // 4
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory of the buffers that rows move through, now."""
+        return self._staging.memory_bytes
+
+    def staging_bytes(self, missing: int) -> int:
+        """Host memory to move ``missing`` rows in, and as many out, of the top tier."""
+        return (missing + self._move_rows) * self.schema.row_bytes
+
+    @property
+    def _move_rows(self) -> int:
+        return max(1, min(MOVE_BYTES // self.schema.row_bytes, self.tiers[0].capacity_rows // 8))
+
+    def add_table(self, table: Table) -> None:
+        """Serve this table too."""
+        self.cold.tables[table.number] = table
+        for tier in self.tiers:
+            tier.counters.add_tables([table.number])
+
+    # ------------------------------------------------------------------------------------------- the road of a batch
+
+    def dedupe(self, ids: Ids, segments: NDArray[np.int64], tables: TableNumbers, bags: Bags) -> IdBatch:
+        """The unique ids of a forward. Segment f, ``ids[segments[f]:segments[f + 1]]``, belongs to ``tables[f]``."""
+        unique = batch_kernels.UniqueIds.empty(len(ids))
+        count = self._deduper.dedupe(ids, segments, tables, unique)
+        return IdBatch(
+            unique.tables[:count], unique.ids[:count], unique.counts[:count], torch.from_numpy(unique.inverse), bags
+        )
+
+    def plan(self, batch: IdBatch) -> Plan:
+        """Decide which slot each unique id gets, which rows come from where and which leave; no row moves.
+
+        Raises TierCapacityError, with nothing changed, if the batch does not fit beside the plans that are alive.
+        """
+        self.release_dropped()
+        slots, missing = self._find(batch)
+        top = self.top
+        top.directory.pin(slots if len(missing) == 0 else slots[slots >= 0])
+        if len(missing) > top.directory.room():
+            top.directory.unpin(slots[slots >= 0])
+            raise self._too_small(len(batch.ids), len(missing))
+        plan = self._admit(batch, slots, missing)
+        plan.pin = Pin(plan.slots, self._dropped)
+        return plan
+
+    def fetch(self, plan: Plan) -> Rows:
+        """The missing rows (M, D + K), each from its authoritative place; valid until the next fetch."""
+        rows = self._staging.take("rows", (len(plan.missing), self.row_width), np.float32)
+        from_lower = len(plan.lower_from)
+        if self.lower is not None:
+            self.lower.read(plan.lower_from, rows[:from_lower])
+        outside = plan.missing[from_lower:]
+        if len(outside):
+            self.cold.read(plan.batch.tables[outside], plan.batch.ids[outside], rows[from_lower:])
+        return rows
+
+    def commit(self, plan: Plan, rows: Rows) -> None:
+        """Move the plan's victims out and the fetched rows in.
+
+        Raises StoreFullError or StoreIOError if the Store did not take a victim; by then every row is in its place, and
+        the victim among the cold rows.
+        """
+        try:
+            self._move_victims(plan)
+        finally:
+            self.top.write(plan.slots[plan.missing], rows)
+
+    def lookup(self, plan: Plan) -> torch.Tensor:
+        """The pooled rows (B, D) of a committed plan, on the top tier's device."""
+        return self._pool(self.top.slab.weight, plan.slots, plan.batch, plan)
+
+    def update(self, uses: Sequence[Use], rule: RowRule, step: int) -> None:
+        """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
+        work = row_gradients(uses, self._deduper, self._scratch)
+        apply_gradients(self.top, work, rule, step, self._workers)
+
+    def release(self, plan: Plan) -> None:
+        """Unpin the plan's slots; once."""
+        if plan.pin is not None and not plan.pin.released:
+            plan.pin.released = True
+            self.top.directory.unpin(plan.slots)
+
+    def release_dropped(self) -> None:
+        """Unpin the slots of plans that nobody holds any more."""
+        while self._dropped:
+            self.top.directory.unpin(self._dropped.popleft())
+
+    def prepare(self, batch: IdBatch) -> Plan:
+        """Plan, fetch and commit, one after the other; a failure leaves no pin and loses no row."""
+        self.cold.retry()
+        plan = self.plan(batch)
+        try:
+            rows = self.fetch(plan)
+        except BaseException:
+            self._take_back(plan)
+            raise
+        try:
+            self.commit(plan, rows)
+        except BaseException:
+            self.release(plan)
+            raise
+        return plan
+
+    # ----------------------------------------------------------------------------------------- beside the road
+
+    def weight_gradients(self, plan: Plan, grad: torch.Tensor) -> torch.Tensor:
+        """Gradient (N,) of the per-sample weights, from the rows as they were in the forward pass."""
+        out = torch.empty(len(plan.batch.inverse), device=grad.device)
+        self.top.kernels.per_sample_gradients(
+            self.top.slab.weight,
+            torch.from_numpy(plan.slots),
+            plan.batch.inverse,
+            bag_numbers(plan.batch.bags, self._scratch),
+            grad.contiguous(),
+            out,
+            self._workers,
+        )
+        return out
+
+    def peek(self, batch: IdBatch) -> torch.Tensor:
+        """The pooled rows (B, D) without a trace: nothing admitted, no policy, counter or pin changed."""
+        slots = np.empty(len(batch.ids), np.int32)
+        if self.top.directory.find(batch.tables, batch.ids, slots) == len(slots):
+            return self._pool(self.top.slab.weight, slots, batch, None)
+        rows = self.read_rows(batch.tables, batch.ids)
+        weight = torch.from_numpy(np.ascontiguousarray(rows[:, : self.dim])).to(self.top.slab.device)
+        return self._pool(weight, np.arange(len(rows), dtype=np.int32), batch, None)
+
+    def read_rows(self, tables: TableNumbers, ids: Ids) -> Rows:
+        """Whole rows (N, D + K) by table and id, wherever they are; leaves no trace."""
+        rows = np.empty((len(ids), self.row_width), np.float32)
+        rest = np.arange(len(ids))
+        for tier in self.tiers:
+            slots = np.empty(len(rest), np.int32)
+            if tier.directory.find(tables[rest], ids[rest], slots):
+                here = slots >= 0
+                found = np.empty((int(here.sum()), self.row_width), np.float32)
+                tier.read(slots[here], found)
+                rows[rest[here]] = found
+                rest = rest[~here]
+        if len(rest):
+            outside = np.empty((len(rest), self.row_width), np.float32)
+            self.cold.read(tables[rest], ids[rest], outside)
+            rows[rest] = outside
+        return rows
+
+    def overwrite(self, plan: Plan, rows: Rows) -> None:
+        """Replace the U rows (U, D + K) of a committed plan."""
+        self.top.write(plan.slots, rows)
+        self.top.dirty[plan.slots] = True
+
+    def write_back(self) -> None:
+        """Hand every changed row to the Store; the rows stay where they are. Raises what the Store raises."""
+        self.cold.retry()
+        for tier in self.tiers:
+            directory = tier.directory
+            for slots in self._chunks(np.flatnonzero(tier.dirty[: tier.capacity_rows]).astype(np.int32)):
+                rows = self._moving(tier, slots)
+                if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows):
+                    raise error
+                tier.dirty[slots] = False
+
+    def shrink(self, tier: Tier, capacity_rows: int) -> None:
+        """Lower a tier's capacity; rows without room leave for the Store. Raises what the Store raises, after that."""
+        gone = tier.shrink(capacity_rows)
+        error = self._write_victims(tier, gone, np.flatnonzero(gone.dirty))
+        tier.discard()
+        if error is not None:
+            raise error
+
+    # --------------------------------------------------------------------------------------------------- planning
+
+    def _find(self, batch: IdBatch) -> tuple[Slots, Slots]:
+        """Slots (U,) in the top tier, -1 = absent, and the absent ones' positions, once there is room for the batch."""
+        slots = np.empty(len(batch.ids), np.int32)
+        while True:
+            found = self.top.directory.find(batch.tables, batch.ids, slots)
+            missing = np.flatnonzero(slots < 0).astype(np.int32) if found < len(slots) else np.empty(0, np.int32)
+            if not self.make_room(len(missing), len(slots)):
+                return slots, missing
+
+    def _admit(self, batch: IdBatch, slots: Slots, missing: Slots) -> Plan:
+        top, hits = self.top, slots >= 0
+        top.counters.add("hits", batch.tables)
+        if len(missing) == 0:
+            top.directory.touch(slots, batch.counts)
+            return Plan(self._next_number(), batch, slots, missing, missing)
+        top.directory.touch(slots[hits], batch.counts[hits])
+        top.counters.add("hits", batch.tables[missing], -1)
+        top.counters.add("misses", batch.tables[missing])
+        fresh = np.empty(len(missing), np.int32)
+        victims = top.admit(batch.tables[missing], batch.ids[missing], batch.counts[missing], fresh)
+        slots[missing] = fresh
+        top.directory.pin(fresh)
+        plan = Plan(self._next_number(), batch, slots, missing, missing[:0], victims)
+        if self.lower is None:
+            top.counters.add("write_backs", victims.tables[victims.dirty])
+        else:
+            self._plan_lower(plan, self.lower)
+        return plan
+
+    def _plan_lower(self, plan: Plan, lower: Tier) -> None:
+        """Missing rows that lie in the lower tier leave it; the top tier's victims take their place there."""
+        batch, missing = plan.batch, plan.missing
+        at = np.empty(len(missing), np.int32)
+        lower.directory.find(batch.tables[missing], batch.ids[missing], at)
+        here = at >= 0
+        lower.counters.add("hits", batch.tables[missing[here]])
+        lower.counters.add("misses", batch.tables[missing[~here]])
+        plan.missing = np.concatenate([missing[here], missing[~here]])
+        plan.lower_from = at[here]
+        self.top.dirty[plan.slots[missing[here]]] = lower.dirty[plan.lower_from]
+        lower.directory.remove(plan.lower_from)
+        lower.dirty[plan.lower_from] = False
+        self._admit_victims(plan, lower)
+
+    def _admit_victims(self, plan: Plan, lower: Tier) -> None:
+        victims = plan.victims
+        past = max(0, len(victims.slots) - lower.capacity_rows)  # the oldest go past a lower tier that is too small
+        if past:
+            self.top.counters.add("write_backs", victims.tables[:past][victims.dirty[:past]])
+        if past == len(victims.slots):
+            return
+        counts = np.ones(len(victims.slots) - past, np.int32)
+        to = victims.lower_slots[past:]
+        plan.lower_victims = lower.admit(victims.tables[past:], victims.ids[past:], counts, to)
+        lower.dirty[to] = victims.dirty[past:]
+        lower.counters.add("write_backs", plan.lower_victims.tables[plan.lower_victims.dirty])
+
+    def _next_number(self) -> int:
+        self._plans += 1
+        return self._plans
+
+    def _too_small(self, unique: int, missing: int) -> TierCapacityError:
+        top = self.top
+        pinned = unique - missing + top.directory.pinned_rows
+        need = unique + top.directory.pinned_rows
+        return TierCapacityError(
+            f"the batch has {unique} distinct rows of {self.schema.row_bytes} bytes and other plans hold "
+            f"{pinned - (unique - missing)}, but the {top.name} tier has room for {top.capacity_rows}; "
+            f"it needs {need * self.schema.row_bytes} bytes for rows: raise {top.name}_bytes or use smaller batches"
+        )
+
+    # --------------------------------------------------------------------------------------------------- moving rows
+
+    def _move_victims(self, plan: Plan) -> None:
+        """Rows that leave the lower tier, then rows that leave the top one; raises the last error of the Store."""
+        victims, gone = plan.victims, plan.lower_victims
+        error = None
+        if self.lower is not None:
+            error = self._write_victims(self.lower, gone, np.flatnonzero(gone.dirty))
+        past = victims.lower_slots < 0
+        error = self._write_victims(self.top, victims, np.flatnonzero(past & victims.dirty)) or error
+        if self.lower is not None:
+            for part in self._chunks(np.flatnonzero(~past)):
+                self.lower.write(victims.lower_slots[part], self._moving(self.top, victims.slots[part]))
+        if error is not None:
+            raise error
+
+    def _write_victims(self, tier: Tier, victims: Victims, which: NDArray[np.intp]) -> Exception | None:
+        """Hand some of a tier's victims to the Store; its last error, after all of them were written or kept."""
+        error = None
+        for part in self._chunks(which):
+            rows = self._moving(tier, victims.slots[part])
+            error = self.cold.write(victims.tables[part], victims.ids[part], rows) or error
+        return error
+
+    def _take_back(self, plan: Plan) -> None:
+        """Undo the plan of a batch whose cold rows could not be read: victims leave as planned, rows from the lower tier
+        are kept, and the slots meant for the cold rows are free again."""
+        from_lower = len(plan.lower_from)
+        rows = self._staging.take("rows", (len(plan.missing), self.row_width), np.float32)
+        try:
+            self._move_victims(plan)
+        except StorageError:
+            pass  # kept among the cold rows; the error that brought us here is the one to report
+        self.top.write(plan.slots[plan.missing[:from_lower]], rows[:from_lower])
+        self.release(plan)
+        self.top.directory.remove(plan.slots[plan.missing[from_lower:]])
+
+    def _moving(self, tier: Tier, slots: Slots) -> Rows:
+        """The rows of ``slots``, copied to the buffer that rows move through; valid until the next call."""
+        rows = self._staging.take("moving", (len(slots), self.row_width), np.float32)
+        tier.read(slots, rows)
+        return rows
+
+    def _chunks(self, items: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        step = self._move_rows
+        return (items[i : i + step] for i in range(0, len(items), step))
+
+    # --------------------------------------------------------------------------------------------------- pooling
+
+    def _pool(self, weight: torch.Tensor, slots: Slots, batch: IdBatch, plan: Plan | None) -> torch.Tensor:
+        """Pool rows ``weight[slots]``; a plan remembers which positions won its max bags."""
+        bags, kernels, at = batch.bags, self.top.kernels, torch.from_numpy(slots)
+        out = torch.empty((bags.num_bags, self.dim), device=weight.device)
+        if bags.mode == "max":
+            winners = torch.empty(out.shape, dtype=torch.int32, device=weight.device)
+            kernels.pool_max(weight, at, batch.inverse, bags.offsets, out, winners, self._workers)
+            if plan is not None:
+                plan.arg = winners
+        elif bags.plain:
+            kernels.gather(weight, at, batch.inverse, out, self._workers)
+        else:
+            kernels.pool(weight, at, batch.inverse, bags.offsets, bags.weights, bags.mode, out, self._workers)
+        return out

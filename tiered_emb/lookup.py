@@ -1,0 +1,192 @@
+"""TableLookup: one differentiable look-up of features whose tables share a group and a pooling mode.
+
+The forward takes a batch down its road and returns pooled rows; the backward records the gradient of that use with the
+module's :class:`Updates`, which applies the row rule once to every table: at the end of the backward pass
+(``update="backward"``), or in ``optimizer.step()`` (``update="step"``). Rows change only then, so that a table used twice in
+one forward is updated once, by the sum of both uses, and gradients of per-sample weights see the rows of the forward.
+
+Pins end with the update; those of a forward whose graph is dropped end with the graph. A backward over an updated forward
+is an error. A backward pass that fails half-way leaves no trace: its uses are dropped when the next one begins.
+
+Shapes: N ids, B bags a feature, F features, D dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from tiered_emb.config import Mode
+from tiered_emb.errors import InvalidBatchError, PlanReleasedError
+from tiered_emb.gradients import Use
+from tiered_emb.group import TableGroup
+from tiered_emb.inputs import Ends, check_ends, check_range, listed
+from tiered_emb.optim import RowRule
+from tiered_emb.plan import Bags, IdBatch, Ids, Plan
+
+UpdateTime = Literal["backward", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A column of ids and the table it looks up: numbered ``number``, bounded by ``num_embeddings`` or not (None)."""
+
+    name: str
+    table: str
+    number: int
+    num_embeddings: int | None
+
+
+class Updates:
+    """Gradients recorded by backward passes of one module, until the rule is applied.
+
+    Attributes:
+        steps: rule applications so far; the next one is number ``steps + 1``.
+        after: called with the new ``steps`` after each application.
+    """
+
+    def __init__(self, time: UpdateTime, rule: Callable[[], RowRule], steps: int, after: Callable[[int], None]) -> None:
+        self.time = time
+        self.steps = steps
+        self._rule = rule
+        self._after = after
+        self._uses: list[tuple[TableLookup, Use]] = []
+        self._pass = -1  # autograd's number of the backward pass that recorded the uses
+
+    def record(self, lookup: TableLookup, plan: Plan, grad: torch.Tensor) -> None:
+        """Called by a backward node: this plan's pooled rows have this gradient."""
+        if self.time == "backward":
+            current = torch._C._current_graph_task_id()
+            if current != self._pass:
+                self.discard()
+                self._pass = current
+                torch.autograd.Variable._execution_engine.queue_callback(self.apply)
+        self._uses.append((lookup, Use(plan, grad)))
+
+    def drop_failed(self) -> None:
+        """Forget the uses of a backward pass that failed half-way; called between passes."""
+        if self._uses and self.time == "backward" and torch._C._current_graph_task_id() == -1:
+            self.discard()
+
+    def apply(self) -> None:
+        """Apply the rule once to all recorded uses and unpin their rows."""
+        uses, self._uses, self._pass = self._uses, [], -1
+        if not uses:
+            return
+        self.steps += 1
+        for lookup in dict.fromkeys(lookup for lookup, _ in uses):
+            mine = sorted((use for one, use in uses if one is lookup), key=lambda use: use.plan.number)
+            lookup.group.update(mine, self._rule(), self.steps)
+            _release(lookup, mine)
+        self._after(self.steps)
+
+    def discard(self) -> None:
+        """Forget recorded uses, as ``zero_grad`` does."""
+        uses, self._uses = self._uses, []
+        for lookup, use in uses:
+            _release(lookup, [use])
+
+
+def _release(lookup: TableLookup, uses: Sequence[Use]) -> None:
+    for use in uses:
+        lookup.group.release(use.plan)
+
+
+class TableLookup:
+    """Looks features up; see the module's essay.
+
+    Attributes:
+        group: holds the tables.
+        features: F of them, in the order of the ids.
+        mode: how bags are pooled.
+    """
+
+    def __init__(self, group: TableGroup, features: Sequence[Feature], mode: Mode, updates: Updates) -> None:
+        self.group = group
+        self.features = tuple(features)
+        self.mode: Mode = mode
+        self._updates = updates
+        self._numbers = np.array([feature.number for feature in features], np.uint32)
+        self._anchor = torch.zeros(0, requires_grad=True)  # makes autograd call the backward
+
+    def __call__(self, ids: Ids, ends: Ends, weights: torch.Tensor | None, training: bool) -> torch.Tensor:
+        """Pooled rows (F * B, D), feature by feature.
+
+        ``ids`` (N,) int64 and ``ends`` (F * B + 1,) int64 as JaggedIds' offsets; ``weights`` (N,) float32 or None. With
+        ``training`` and gradients enabled the batch is admitted to the tiers; otherwise nothing is left behind.
+        Raises InvalidBatchError and IdRangeError with nothing changed, TierCapacityError as ``TableGroup.plan``.
+        """
+        self._updates.drop_failed()
+        batch = self._batch(ids, ends, weights)
+        if training and torch.is_grad_enabled():
+            plan = self.group.prepare(batch)
+            out: torch.Tensor = _Pooled.apply(self._anchor, weights, self, plan)  # type: ignore[no-untyped-call]
+            return out
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            return self._weighted_only(batch, weights)
+        return self.group.peek(batch)
+
+    def _batch(self, ids: Ids, ends: Ends, weights: torch.Tensor | None) -> IdBatch:
+        self._check(ids, ends, weights)
+        num_bags, num_features = len(ends) - 1, len(self.features)
+        plain = weights is None and num_bags == len(ids) and bool((ends[1:] > ends[:-1]).all())
+        factors = None if weights is None else weights.detach().to("cpu").contiguous()
+        bags = Bags(torch.from_numpy(ends), factors, self.mode, plain)
+        segments = ends[np.arange(num_features + 1) * (num_bags // num_features)]
+        return self.group.dedupe(ids, segments, self._numbers, bags)
+
+    def _check(self, ids: Ids, ends: Ends, weights: torch.Tensor | None) -> None:
+        names = listed([feature.name for feature in self.features])
+        check_ends(ends, len(ids), names)
+        if weights is not None and (weights.dtype != torch.float32 or weights.shape != (len(ids),)):
+            raise InvalidBatchError(
+                f"{names}: weights are {weights.dtype} {tuple(weights.shape)}; expected float32 ({len(ids)},)"
+            )
+        if weights is not None and self.mode != "sum":
+            raise InvalidBatchError(f"{names}: weights go with mode 'sum', not {self.mode!r}")
+        size = (len(ends) - 1) // len(self.features)
+        for at, feature in enumerate(self.features):
+            mine = ids[ends[at * size] : ends[(at + 1) * size]]
+            check_range(feature.table, feature.name, feature.num_embeddings, mine)
+
+    def _weighted_only(self, batch: IdBatch, weights: torch.Tensor) -> torch.Tensor:
+        """Outside training only the per-sample weights get a gradient."""
+        rows = self.group.read_rows(batch.tables, batch.ids)[:, : self.group.dim]
+        return torch.nn.functional.embedding_bag(
+            batch.inverse.long(),
+            torch.from_numpy(np.ascontiguousarray(rows)),
+            batch.bags.offsets,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+
+
+class _Pooled(torch.autograd.Function):
+    """Pooled rows of a committed plan; its backward hands the gradient to the module's Updates."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, lookup: TableLookup, plan: Plan
+    ) -> torch.Tensor:
+        ctx.lookup, ctx.plan = lookup, plan
+        return lookup.group.lookup(plan)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        lookup, plan = ctx.lookup, ctx.plan
+        if plan.released:
+            raise PlanReleasedError(
+                f"tables {', '.join(sorted({feature.table for feature in lookup.features}))}: a backward pass has already "
+                f"updated and released the rows of this forward; run the forward again, or add the losses and go "
+                f"backward once"
+            )
+        weight_grad = lookup.group.weight_gradients(plan, grad) if ctx.needs_input_grad[1] else None
+        lookup._updates.record(lookup, plan, grad)
+        return None, weight_grad, None, None

@@ -1,0 +1,140 @@
+"""A tier: a Directory that knows which row lies in which slot, and the slab of rows itself on one device.
+
+Passive: it moves nothing by itself and knows no other tier (:mod:`tiered_emb.group` coordinates). One thread plans on the
+Directory; row work may come from any thread as long as the slots it touches are pinned or planned.
+
+A host slab is anonymous memory reserved for the largest capacity the tier may ever get; pages cost nothing until a row is
+written, and are given back to the system when the tier shrinks. Weight and optimizer state lie in two arrays so that a
+64-float weight row covers whole cache lines.
+
+Shapes: S slots, D dimension, K state width, N rows.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tiered_emb import kernels
+from tiered_emb.cache import Directory
+from tiered_emb.metrics import RowCounters
+from tiered_emb.plan import Ids, Rows, Slots, TableNumbers, Victims
+
+FLOAT_BYTES = 4
+
+
+class Slab:
+    """Rows of one tier: ``weight`` (S, D) and ``state`` (S, K), float32, on one device."""
+
+    def __init__(self, max_rows: int, dim: int, state_width: int, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cpu":
+            self._weight_map, self.weight = _reserve(max_rows, dim)
+            self._state_map, self.state = _reserve(max_rows, state_width)
+        else:
+            self.weight = torch.empty((max_rows, dim), device=device)
+            self.state = torch.empty((max_rows, state_width), device=device)
+
+    def discard_from(self, slot: int) -> None:
+        """Give the memory of slots ``slot`` and above back to the system (host slabs only)."""
+        if self.device.type == "cpu":
+            _discard(self._weight_map, slot * self.weight.shape[1] * FLOAT_BYTES)
+            _discard(self._state_map, slot * self.state.shape[1] * FLOAT_BYTES)
+
+
+def _reserve(rows: int, width: int) -> tuple[mmap.mmap | None, torch.Tensor]:
+    """(rows, width) float32 in private anonymous memory, in huge pages where the system grants them."""
+    if rows * width == 0:
+        return None, torch.empty((rows, width))
+    memory = mmap.mmap(-1, rows * width * FLOAT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and len(memory) >= 1 << 26:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, torch.frombuffer(memory, dtype=torch.float32).view(rows, width)
+
+
+def _discard(memory: mmap.mmap | None, first_byte: int) -> None:
+    start = -(-first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
+    if memory is not None and start < len(memory):
+        memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+
+
+class Tier:
+    """One Directory and one slab.
+
+    Attributes:
+        name: "hbm" or "ddr".
+        directory: which (table, id) lies in which slot.
+        slab: the rows.
+        dirty: (S,) bool, rows that differ from the Store's.
+        counters: rows that hit, missed, left and were written back, by table.
+    """
+
+    def __init__(self, name: str, directory: Directory, slab: Slab) -> None:
+        self.name = name
+        self.directory = directory
+        self.slab = slab
+        self.kernels = kernels.for_device(slab.device)
+        self.dirty: NDArray[np.bool_] = np.zeros(slab.weight.shape[0], np.bool_)
+        self.counters = RowCounters()
+
+    @property
+    def capacity_rows(self) -> int:
+        """S: rows there is room for."""
+        return self.directory.capacity_rows
+
+    @property
+    def directory_bytes(self) -> int:
+        """Host memory of the bookkeeping."""
+        return self.directory.memory_bytes + self.capacity_rows * self.dirty.itemsize
+
+    @property
+    def slab_bytes(self) -> int:
+        """Device memory of the rows."""
+        return self.capacity_rows * row_bytes(self.slab)
+
+    def read(self, slots: Slots, out: Rows) -> None:
+        """Copy the rows of ``slots`` (N,) to ``out`` (N, D + K)."""
+        slab = self.slab
+        if len(slots):
+            self.kernels.read_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(out))
+
+    def write(self, slots: Slots, rows: Rows) -> None:
+        """Copy ``rows`` (N, D + K) to ``slots`` (N,)."""
+        slab = self.slab
+        if len(slots):
+            self.kernels.write_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(rows))
+
+    def admit(self, tables: TableNumbers, ids: Ids, counts: NDArray[np.int32], slots: Slots) -> Victims:
+        """Give each absent row (N,) a slot, written to ``slots`` (N,), clean; the rows that leave for it.
+
+        Requires: the Directory has room for them.
+        """
+        admission = self.directory.admit(tables, ids, counts, slots)
+        gone = admission.victim_slots.copy()  # the Directory's own arrays last until its next admission
+        victims = Victims.past(gone, admission.victim_tables.copy(), admission.victim_ids.copy(), self.dirty[gone])
+        self.counters.add("evictions", victims.tables)
+        self.dirty[slots] = False
+        return victims
+
+    def shrink(self, capacity_rows: int) -> Victims:
+        """Drop to ``capacity_rows``; the rows that had to leave, still in the slab until :meth:`discard`.
+
+        Requires: no slot at or above ``capacity_rows`` is pinned.
+        """
+        gone = self.directory.resize(capacity_rows)
+        self.counters.add("evictions", gone.tables)
+        victims = Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
+        self.dirty[capacity_rows:] = False
+        return victims
+
+    def discard(self) -> None:
+        """Give back the memory above the capacity."""
+        self.slab.discard_from(self.capacity_rows)
+
+
+def row_bytes(slab: Slab) -> int:
+    """Bytes of one row, state included."""
+    return (slab.weight.shape[1] + slab.state.shape[1]) * FLOAT_BYTES
