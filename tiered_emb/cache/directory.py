@@ -263,8 +263,8 @@ def _check_capacity(capacity_rows: int) -> None:
 
 
 def _bucket_count(capacity_rows: int) -> int:
-    """Buckets of 8 bytes for a load of at most 5/8."""
-    return max(8, -(-capacity_rows * 8 // 5))
+    """Buckets of 8 bytes for a load of at most 10/17."""
+    return max(8, -(-capacity_rows * 17 // 10))
 
 
 def _victim_buffers(rows: int) -> Evicted:

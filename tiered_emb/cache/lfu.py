@@ -1,15 +1,15 @@
 """Exact LFU: the victim is the row requested least often since it was admitted; of equals, the one there longest.
 
-All slots stand in one circular doubly linked list ordered by (count, when the count was reached), victims first. Slots
-of equal count are neighbours and form a class; a class knows its count and its last slot, and classes are themselves
-linked in order of count (Shah, Mitra and Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme",
-2010, with one list of slots instead of one a class). Raising a count by k walks over at most k classes, so that one
-touch of k costs no more than k touches of one and ends in the same order.
+Slots of equal count form a class, a doubly linked list in which the one that reached the count first stands first;
+classes that are not empty form a list in order of count (Shah, Mitra and Matani, "An O(1) algorithm for implementing
+the LFU cache eviction scheme", 2010). Raising a count by k passes at most k classes, so that one touch of k costs no
+more than k touches of one, and ends in the same order.
 
-Layout: node `slot + 1` stands for a slot, node 0 is the list's head; `nodes[3 * node:]` is (previous, next, class).
-Class 0 has count 0 and the head as its last slot; `classes[3 * c:]` is (last node, previous class, next class),
-`class_counts[c]` its count. Unused classes are chained through their next field. The pool of classes grows when it runs
-out: there are as many as different counts, which after T requests is at most sqrt(2 T) and never more than the slots.
+Layout: node `slot + 1` stands for a slot and 0 for no node; `nodes[3 * node:]` is (older, newer, class).
+`classes[4 * c:]` is (first node, last node, lower class, higher class) and `class_counts[c]` the count. Class 0, of
+count 0 and always empty, closes the ring of classes. Unused classes are chained through their last field. The pool of
+classes grows when it runs out: there are as many as different counts, after T requests at most sqrt(2 T), and never
+more than slots.
 
 Counts are int64, cover only the time a row is resident, and start at the row's own count when a slot is reused.
 Thread: the Directory's owner. It knows nothing of ids, and pins only as an argument.
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tiered_emb.cache.prefetch import prefetch_item
 
 _AHEAD = 12
-_CLASS_BYTES = 20
+_CLASS_BYTES = 24
 _FIRST_CLASSES = 64
 # Classes planned for: 65,536 different counts need 2^31 requests even when every count occurs once.
 _PLANNED_CLASSES = 1 << 16
@@ -45,7 +45,7 @@ class Lfu:
     @staticmethod
     def reserve_bytes(capacity_rows: int) -> int:
         """Bytes beyond `bytes_per_slot` a slot that this policy may come to hold: the list's head and the classes."""
-        return 16 + _CLASS_BYTES * max(_FIRST_CLASSES, min(capacity_rows, _PLANNED_CLASSES) + 1)
+        return 16 + _CLASS_BYTES * max(_FIRST_CLASSES, min(capacity_rows, _PLANNED_CLASSES) + 2)
 
     @property
     def memory_bytes(self) -> int:
@@ -85,20 +85,19 @@ class Lfu:
 
     def clear(self) -> None:
         """Forget every slot and every count, and give the pool of classes back."""
-        self._nodes[:3] = 0
-        self._classes = np.zeros(3, np.int32)
+        self._classes = np.zeros(4, np.int32)
         self._class_counts = np.zeros(1, np.int64)
         self._unused[0] = 0
         self._grow_pool()
 
     def _grow_pool(self) -> None:
-        """Half as many classes again, never more than slots need: called when no class is unused."""
+        """Half as many classes again, never more than one a slot, class 0 and one to move into."""
         old = len(self._class_counts)
-        most = max(_FIRST_CLASSES, len(self._nodes) // 3)
+        most = max(_FIRST_CLASSES, len(self._nodes) // 3 + 1)
         new = min(max(_FIRST_CLASSES, old + old // 2), most)
-        self._classes = np.concatenate([self._classes, np.zeros(3 * (new - old), np.int32)])
+        self._classes = np.concatenate([self._classes, np.zeros(4 * (new - old), np.int32)])
         self._class_counts = np.concatenate([self._class_counts, np.zeros(new - old, np.int64)])
-        self._classes[3 * old + 2 :: 3] = np.append(np.arange(old + 1, new), 0)
+        self._classes[4 * old + 3 :: 4] = np.append(np.arange(old + 1, new), 0)
         self._unused[0] = old
 
 
@@ -106,54 +105,67 @@ class Lfu:
 def _last_at_most(classes, class_counts, below, goal):  # type: ignore[no-untyped-def]
     """Last class at or after `below` whose count is not above `goal`."""
     while True:
-        above = np.int64(classes[3 * below + 2])
-        if above == 0 or class_counts[above] > goal:
+        higher = np.int64(classes[4 * below + 3])
+        if higher == 0 or class_counts[higher] > goal:
             return below
-        below = above
-
-
-@njit(nogil=True, inline="always")
-def _cut(nodes, classes, unused, node):  # type: ignore[no-untyped-def]
-    """Take a node out of the list and its class, and drop the class when it was the last."""
-    previous, following, own = np.int64(nodes[3 * node]), np.int64(nodes[3 * node + 1]), np.int64(nodes[3 * node + 2])
-    nodes[3 * previous + 1] = following
-    nodes[3 * following] = previous
-    if classes[3 * own] != node:
-        return
-    if nodes[3 * previous + 2] == own:
-        classes[3 * own] = previous
-        return
-    lower, higher = np.int64(classes[3 * own + 1]), np.int64(classes[3 * own + 2])
-    classes[3 * lower + 2] = higher
-    classes[3 * higher + 1] = lower
-    classes[3 * own + 2] = unused[0]
-    unused[0] = own
+        below = higher
 
 
 @njit(nogil=True, inline="always")
 def _new_class(classes, class_counts, unused, below, count):  # type: ignore[no-untyped-def]
-    """A class of this count right above `below`."""
-    made = np.int64(unused[0])
-    unused[0] = classes[3 * made + 2]
-    above = np.int64(classes[3 * below + 2])
-    classes[3 * made + 1], classes[3 * made + 2] = below, above
-    classes[3 * below + 2] = made
-    classes[3 * above + 1] = made
+    """An empty class of this count right above `below`."""
+    made, higher = np.int64(unused[0]), np.int64(classes[4 * below + 3])
+    unused[0] = classes[4 * made + 3]
+    classes[4 * made], classes[4 * made + 1] = 0, 0
+    classes[4 * made + 2], classes[4 * made + 3] = below, higher
+    classes[4 * below + 3] = made
+    classes[4 * higher + 2] = made
     class_counts[made] = count
     return made
 
 
 @njit(nogil=True, inline="always")
-def _join(nodes, classes, class_counts, unused, node, below, goal):  # type: ignore[no-untyped-def]
-    """Put a node last among those of count `goal`, whose class is `below` or is made right above it."""
-    previous = np.int64(classes[3 * below])
-    if class_counts[below] != goal:
-        below = _new_class(classes, class_counts, unused, below, goal)
-    following = np.int64(nodes[3 * previous + 1])
-    nodes[3 * node], nodes[3 * node + 1], nodes[3 * node + 2] = previous, following, below
-    nodes[3 * previous + 1] = node
-    nodes[3 * following] = node
-    classes[3 * below] = node
+def _drop_class(classes, unused, own):  # type: ignore[no-untyped-def]
+    """Take an empty class out of the ring."""
+    lower, higher = np.int64(classes[4 * own + 2]), np.int64(classes[4 * own + 3])
+    classes[4 * lower + 3] = higher
+    classes[4 * higher + 2] = lower
+    classes[4 * own + 3] = unused[0]
+    unused[0] = own
+
+
+@njit(nogil=True, inline="always")
+def _link(nodes, classes, unused, own, older, newer):  # type: ignore[no-untyped-def]
+    """Make two nodes of a class neighbours, 0 standing for its ends; a class left with nobody is dropped."""
+    if older != 0:
+        nodes[3 * older + 1] = newer
+    else:
+        classes[4 * own] = newer
+    if newer != 0:
+        nodes[3 * newer] = older
+    else:
+        classes[4 * own + 1] = older
+    if older == 0 and newer == 0:
+        _drop_class(classes, unused, own)
+
+
+@njit(nogil=True, inline="always")
+def _cut(nodes, classes, unused, node):  # type: ignore[no-untyped-def]
+    """Take a node out of its class, and the class out of the ring when nobody is left in it."""
+    older, newer, own = np.int64(nodes[3 * node]), np.int64(nodes[3 * node + 1]), np.int64(nodes[3 * node + 2])
+    _link(nodes, classes, unused, own, older, newer)
+
+
+@njit(nogil=True, inline="always")
+def _join(nodes, classes, own, node):  # type: ignore[no-untyped-def]
+    """Put a node last in a class."""
+    last = np.int64(classes[4 * own + 1])
+    nodes[3 * node], nodes[3 * node + 1], nodes[3 * node + 2] = last, 0, own
+    if last != 0:
+        nodes[3 * last + 1] = node
+    else:
+        classes[4 * own] = node
+    classes[4 * own + 1] = node
 
 
 @njit(nogil=True, inline="always")
@@ -170,11 +182,15 @@ def _ask_for_neighbours(nodes, slots, i):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def _insert(nodes, classes, class_counts, unused, slots, counts, first):  # type: ignore[no-untyped-def]
     """Insert from position `first`; returns the position that found no unused class, or len(slots)."""
+    own = np.int64(0)
     for i in range(first, len(slots)):
-        below = _last_at_most(classes, class_counts, np.int64(0), counts[i])
-        if class_counts[below] != counts[i] and unused[0] == 0:
-            return i
-        _join(nodes, classes, class_counts, unused, np.int64(slots[i]) + 1, below, counts[i])
+        if class_counts[own] != counts[i]:  # misses come in runs of equal count: look for the class once a run
+            own = _last_at_most(classes, class_counts, np.int64(0), counts[i])
+            if class_counts[own] != counts[i]:
+                if unused[0] == 0:
+                    return i
+                own = _new_class(classes, class_counts, unused, own, counts[i])
+        _join(nodes, classes, own, np.int64(slots[i]) + 1)
     return len(slots)
 
 
@@ -186,15 +202,17 @@ def _raise_counts(nodes, classes, class_counts, unused, slots, counts, first):  
         node = np.int64(slots[i]) + 1
         own = np.int64(nodes[3 * node + 2])
         goal = class_counts[own] + counts[i]
-        below = _last_at_most(classes, class_counts, own, goal)
-        alone = classes[3 * own] == node and nodes[3 * np.int64(nodes[3 * node]) + 2] != own
-        if alone and below == own:
+        goal_class = _last_at_most(classes, class_counts, own, goal)
+        alone = nodes[3 * node] == 0 and nodes[3 * node + 1] == 0
+        if alone and goal_class == own:
             class_counts[own] = goal  # nobody to pass and nobody left behind: the class itself moves
             continue
-        if class_counts[below] != goal and unused[0] == 0 and not alone:
-            return i
+        if class_counts[goal_class] != goal:
+            if unused[0] == 0:
+                return i
+            goal_class = _new_class(classes, class_counts, unused, goal_class, goal)
         _cut(nodes, classes, unused, node)
-        _join(nodes, classes, class_counts, unused, node, below, goal)
+        _join(nodes, classes, goal_class, node)
     return len(slots)
 
 
@@ -207,13 +225,19 @@ def _remove(nodes, classes, unused, slots):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _take_least(nodes, classes, unused, n, pins, out):  # type: ignore[no-untyped-def]
-    taken, node = 0, np.int64(nodes[1])
-    while taken < n and node != 0:
-        following = np.int64(nodes[3 * node + 1])
-        prefetch_item(nodes, 3 * following)
-        if pins[node - 1] == 0:
-            _cut(nodes, classes, unused, node)
-            out[taken] = node - 1
-            taken += 1
-        node = following
+    taken, higher = 0, np.int64(classes[3])
+    while taken < n and higher != 0:
+        own, higher = higher, np.int64(classes[4 * higher + 3])
+        kept, node = np.int64(0), np.int64(classes[4 * own])
+        while taken < n and node != 0:  # neighbours are joined once a run of victims, not once a victim
+            newer = np.int64(nodes[3 * node + 1])
+            prefetch_item(nodes, 3 * newer)
+            if pins[node - 1] == 0:
+                out[taken] = node - 1
+                taken += 1
+            else:
+                _link(nodes, classes, unused, own, kept, node)
+                kept = node
+            node = newer
+        _link(nodes, classes, unused, own, kept, node)
     return taken

@@ -1,14 +1,15 @@
 """The hash table of a Directory: which slot holds the row (table, id), as Numba kernels on plain arrays.
 
-Open addressing with linear probing. A bucket is one 64-bit word: a 32-bit tag above `slot + 1`; the word 0 is an empty
+Open addressing, linear probing. A bucket is one 64-bit word: a 32-bit tag above `slot + 1`; the word 0 is an empty
 bucket, so a fresh table is untouched zero pages. Three properties carry the design:
 
 - `tag = mix(id) ^ spread(table)` and `spread` is a bijection of 32-bit numbers. Two rows with equal ids and equal tags
   therefore have equal tables, and a probe is proved by the tag and `slot_ids[slot]` alone: one more cache line, not
   two.
-- The bucket a row would like best, its home, is computed from the tag. Deletion shifts the rest of its cluster back
-  (Knuth, TAOCP vol. 3, 6.4, algorithm R) without looking at any id, and leaves no tombstone: a table that is never
-  rebuilt probes as fast after 10^9 evictions as when it was new.
+- The bucket a row would like best, its home, is computed from the tag, so that rows are moved without a look at their
+  ids. Words along a cluster are in order of their homes (Robin Hood hashing: Celis, Larson and Munro, FOCS 1985): a row
+  that is absent is known to be so after as few buckets as one that is present. Deletion moves the rest of the cluster
+  back by one and leaves no tombstone: a table that is never rebuilt probes after 10^9 evictions as when it was new.
 - Homes use a multiply-shift range reduction (Lemire, "Fast random integer generation in an interval", 2019), so the
   number of buckets follows the capacity exactly instead of the next power of two.
 
@@ -31,7 +32,7 @@ from tiered_emb.cache.prefetch import prefetch_item
 ROWS, FRESH, FREE_HEAD, PINNED = 0, 1, 2, 3
 NO_SLOT = -1
 # Ids between asking for a bucket's line and probing it, and between asking for a slot's id and comparing it.
-PROBE_AHEAD, COMPARE_AHEAD = 16, 12
+PROBE_AHEAD, COMPARE_AHEAD = 24, 16
 MAX_PINS = 0xFFFF
 
 _MOREMUR_1, _MOREMUR_2 = 0x3C79AC492BA7B653, 0x1C69B3F74AC4AE35
@@ -57,15 +58,11 @@ def home_of(tag, buckets):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _candidate(buckets, tag, bucket):  # type: ignore[no-untyped-def]
-    """First bucket at or after `bucket` with this tag, or that is empty."""
-    while True:
-        word = buckets[bucket]
-        if word == uint64(0) or word >> uint64(32) == tag:
-            return bucket
-        bucket += 1
-        if bucket == len(buckets):
-            bucket = 0
+def _ask_for_buckets(buckets, tag, more):  # type: ignore[no-untyped-def]
+    """Prefetch a tag's home and the bucket `more` (at most 8, a line of buckets) after it."""
+    home = home_of(tag, buckets)
+    prefetch_item(buckets, home)
+    prefetch_item(buckets, home + more)
 
 
 @njit(nogil=True, inline="always")
@@ -75,14 +72,65 @@ def _slot_in(word):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
-    """Slot of the row, or NO_SLOT: the plain, complete probe."""
+def _travelled(buckets, word, bucket):  # type: ignore[no-untyped-def]
+    """How far the word in `bucket` sits from its home."""
+    distance = bucket - home_of(word >> uint64(32), buckets)
+    return distance + len(buckets) if distance < 0 else distance
+
+
+@njit(nogil=True, inline="always")
+def _if_tagged(word, tag, otherwise):  # type: ignore[no-untyped-def]
+    """`slot + 1` of a word with this tag (0 for the empty word), else `otherwise`; compiles to a conditional move."""
+    return word & uint64(_SLOT_BITS) if word >> uint64(32) == tag else otherwise
+
+
+@njit(nogil=True, inline="always")
+def _candidate(buckets, tag):  # type: ignore[no-untyped-def]
+    """Slot of a bucket with this tag, or NO_SLOT when no row of this tag is there.
+
+    How far a probe has to go is a coin toss that no branch predictor calls. So the first four buckets are looked at
+    without a branch, and one branch that is nearly always taken the same way asks whether they were enough: words are
+    in order of their homes, so the fourth one alone tells whether the row could lie beyond it.
+    """
     bucket = home_of(tag, buckets)
+    if bucket + 4 > len(buckets):
+        return _candidate_from(buckets, tag, bucket, 0)
+    last = buckets[bucket + 3]
+    found = _if_tagged(last, tag, uint64(0))
+    found = _if_tagged(buckets[bucket + 2], tag, found)
+    found = _if_tagged(buckets[bucket + 1], tag, found)
+    found = _if_tagged(buckets[bucket], tag, found)
+    if found == uint64(0) and last != uint64(0) and _travelled(buckets, last, bucket + 3) >= 3:
+        return _candidate_from(buckets, tag, bucket + 4, 4)
+    return np.int32(np.int64(found) - 1)
+
+
+@njit(nogil=True, inline="always")
+def _candidate_from(buckets, tag, bucket, distance):  # type: ignore[no-untyped-def]
+    """The same from a bucket this far from the tag's home on, bucket by bucket."""
     while True:
-        bucket = _candidate(buckets, tag, bucket)
-        slot = _slot_in(buckets[bucket])
-        if slot < 0 or slot_ids[slot] == id:
-            return slot
+        if bucket == len(buckets):
+            bucket = 0
+        word = buckets[bucket]
+        if word >> uint64(32) == tag:
+            return _slot_in(word)
+        if word == uint64(0) or _travelled(buckets, word, bucket) < distance:
+            return np.int32(NO_SLOT)
+        distance += 1
+        bucket += 1
+
+
+@njit(nogil=True, inline="always")
+def _probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
+    """Slot of the row, or NO_SLOT: the complete probe, which goes on past rows that only share the tag."""
+    bucket, distance = home_of(tag, buckets), 0
+    while True:
+        word = buckets[bucket]
+        if word == uint64(0) or _travelled(buckets, word, bucket) < distance:
+            return np.int32(NO_SLOT)
+        if word >> uint64(32) == tag and slot_ids[_slot_in(word)] == id:
+            return _slot_in(word)
+        distance += 1
         bucket += 1
         if bucket == len(buckets):
             bucket = 0
@@ -95,12 +143,12 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
     for i in range(n + PROBE_AHEAD + COMPARE_AHEAD):
         if i < n:
             tag = tag_of(tables[i], ids[i])
-            prefetch_item(buckets, home_of(tag, buckets))
+            _ask_for_buckets(buckets, tag, 3)
             slots[i] = np.int32(uint32(tag))
         j = i - PROBE_AHEAD
         if 0 <= j < n:
             tag = uint64(uint32(slots[j]))
-            slot = _slot_in(buckets[_candidate(buckets, tag, home_of(tag, buckets))])
+            slot = _candidate(buckets, tag)
             if slot >= 0:
                 prefetch_item(slot_ids, slot)
             slots[j] = slot
@@ -115,45 +163,43 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
 
 @njit(nogil=True, inline="always")
 def _put(buckets, tag, slot):  # type: ignore[no-untyped-def]
-    """Enter a row that is absent."""
-    bucket = home_of(tag, buckets)
-    while buckets[bucket] != uint64(0):
+    """Enter a row that is absent; whoever is nearer to home than the newcomer would be moves on in its stead."""
+    carried, bucket, distance = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets), 0
+    while True:
+        word = buckets[bucket]
+        if word == uint64(0):
+            buckets[bucket] = carried
+            return
+        travelled = _travelled(buckets, word, bucket)
+        if travelled < distance:
+            buckets[bucket] = carried
+            carried, distance = word, travelled
+        distance += 1
         bucket += 1
         if bucket == len(buckets):
             bucket = 0
-    buckets[bucket] = (tag << uint64(32)) | uint64(slot + 1)
 
 
 @njit(nogil=True, inline="always")
 def _take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
     """Remove the row in `slot`; False when the table does not hold that slot (then nothing changes)."""
-    wanted, size = (tag << uint64(32)) | uint64(slot + 1), len(buckets)
-    hole = home_of(tag, buckets)
+    wanted, hole = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets)
     while buckets[hole] != wanted:
         if buckets[hole] == uint64(0):
             return False
         hole += 1
-        if hole == size:
+        if hole == len(buckets):
             hole = 0
-    bucket = hole
     while True:
-        bucket += 1
-        if bucket == size:
+        bucket = hole + 1
+        if bucket == len(buckets):
             bucket = 0
         word = buckets[bucket]
-        if word == uint64(0):
-            break
-        travelled = bucket - home_of(word >> uint64(32), buckets)
-        gap = bucket - hole
-        if travelled < 0:
-            travelled += size
-        if gap < 0:
-            gap += size
-        if travelled >= gap:  # the hole lies between the row's home and the row: it may move back
-            buckets[hole] = word
-            hole = bucket
-    buckets[hole] = uint64(0)
-    return True
+        if word == uint64(0) or _travelled(buckets, word, bucket) == 0:
+            buckets[hole] = uint64(0)
+            return True
+        buckets[hole] = word
+        hole = bucket
 
 
 @njit(nogil=True, inline="always")
@@ -164,7 +210,7 @@ def _ask_for_row(buckets, slot_tables, slot_ids, slots, i):  # type: ignore[no-u
         prefetch_item(slot_tables, slots[i + PROBE_AHEAD])
     if i + PROBE_AHEAD // 2 < len(slots):
         slot = slots[i + PROBE_AHEAD // 2]
-        prefetch_item(buckets, home_of(tag_of(slot_tables[slot], slot_ids[slot]), buckets))
+        _ask_for_buckets(buckets, tag_of(slot_tables[slot], slot_ids[slot]), 7)
 
 
 @njit(nogil=True, cache=True)
@@ -182,21 +228,22 @@ def evict_rows(buckets, slot_tables, slot_ids, slots, tables, ids):  # type: ign
 @njit(nogil=True, cache=True)
 def place_rows(buckets, slot_tables, slot_ids, ledger, freed, tables, ids, slots):  # type: ignore[no-untyped-def]
     """Give each row a slot: freed ones of earlier removals, then never used ones, then those of `freed` in order."""
-    used = 0
+    free, fresh, used = ledger[FREE_HEAD], ledger[FRESH], 0
     for i in range(len(ids)):
         if i + PROBE_AHEAD < len(ids):
-            prefetch_item(buckets, home_of(tag_of(tables[i + PROBE_AHEAD], ids[i + PROBE_AHEAD]), buckets))
-        if ledger[FREE_HEAD] != NO_SLOT:
-            slot = np.int32(ledger[FREE_HEAD])
-            ledger[FREE_HEAD] = slot_ids[slot]
-        elif ledger[FRESH] < len(slot_ids):
-            slot = np.int32(ledger[FRESH])
-            ledger[FRESH] += 1
+            _ask_for_buckets(buckets, tag_of(tables[i + PROBE_AHEAD], ids[i + PROBE_AHEAD]), 7)
+        if free != NO_SLOT:
+            slot = free
+            free = slot_ids[slot]
+        elif fresh < len(slot_ids):
+            slot = fresh
+            fresh += 1
         else:
-            slot = freed[used]
+            slot = np.int64(freed[used])
             used += 1
         slot_tables[slot], slot_ids[slot], slots[i] = tables[i], ids[i], slot
         _put(buckets, tag_of(tables[i], ids[i]), slot)
+    ledger[FREE_HEAD], ledger[FRESH] = free, fresh
     ledger[ROWS] += len(ids) - len(freed)
 
 
