@@ -29,6 +29,8 @@ from tiered_emb.workers import WorkerPool
 
 _AHEAD = 8  # positions between asking for a row and using it
 _GRAIN = 4096  # positions of the smallest part worth giving to another thread
+_ONE = np.float32(1)  # a factor that changes no bit
+_ZERO = np.float32(0)  # what a sum starts from: turns a lone -0.0 into +0.0, as a longer sum would
 _NO_WEIGHTS = np.empty(0, np.float32)  # stands for per_sample=None: one specialisation instead of two
 
 
@@ -163,20 +165,21 @@ def _pool(
 ) -> None:
     dim, end, weighted = weight.shape[1], offsets[last], len(per_sample) > 0
     for b in range(first, last):
-        for d in range(dim):
-            out[b, d] = 0
+        if offsets[b] == offsets[b + 1]:
+            for d in range(dim):
+                out[b, d] = 0
         for p in range(offsets[b], offsets[b + 1]):
             if p + _AHEAD < end:
                 prefetch_row(weight, slots[inverse[p + _AHEAD]])
             row = slots[inverse[p]]
-            if weighted:
-                factor = per_sample[p]
+            factor = per_sample[p] if weighted else _ONE
+            if p == offsets[b]:
                 for d in range(dim):
-                    out[b, d] += weight[row, d] * factor
+                    out[b, d] = weight[row, d] * factor + _ZERO
             else:
                 for d in range(dim):
-                    out[b, d] += weight[row, d]
-        if mean and offsets[b + 1] > offsets[b]:
+                    out[b, d] += weight[row, d] * factor
+        if mean and offsets[b + 1] > offsets[b] + 1:
             length = np.float32(offsets[b + 1] - offsets[b])
             for d in range(dim):
                 out[b, d] /= length
@@ -226,20 +229,21 @@ def _sum_gradients(
     dim, end, weighted = grad.shape[1], start[last], len(per_sample) > 0
     for u in range(first, last):
         row = u - first
-        for d in range(dim):
-            out[row, d] = 0
+        if start[u] == start[u + 1]:
+            for d in range(dim):
+                out[row, d] = 0
         for place in range(start[u], start[u + 1]):
             if place + _AHEAD < end:
                 prefetch_row(grad, bags[position[place + _AHEAD]])
             p = position[place]
             b = bags[p]
-            if weighted:
-                factor = per_sample[p]
+            factor = per_sample[p] if weighted else _ONE
+            if place == start[u]:
                 for d in range(dim):
-                    out[row, d] += grad[b, d] * factor
+                    out[row, d] = grad[b, d] * factor + _ZERO
             else:
                 for d in range(dim):
-                    out[row, d] += grad[b, d]
+                    out[row, d] += grad[b, d] * factor
 
 
 @njit(nogil=True, cache=True)
