@@ -27,7 +27,9 @@ def words(seed: int, table: int, row_id: int, block: int) -> list[int]:
     return philox([number % (1 << 32), number >> 32, table, block], (bits % (1 << 32), bits >> 32))
 
 
-def fill(init: Initializer, seed: int, tables: list[int], ids: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.float32]:
+def fill(
+    init: Initializer, seed: int, tables: list[int], ids: npt.NDArray[np.int64], dim: int
+) -> npt.NDArray[np.float32]:
     out = np.full((len(ids), dim), np.nan, np.float32)
     init.fill(seed, np.array(tables, np.uint32), ids, out)
     return out
