@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 LANES = 8
 
@@ -33,34 +35,57 @@ def lane_sum(terms: torch.Tensor) -> torch.Tensor:
     return lanes[:, 0] + lanes[:, 1]
 
 
-@njit(inline="always")
-def lane_dot(a: Any, i: Any, b: Any, j: Any) -> Any:
-    """Sum over d of a[i, d] * b[j, d] in lane order; a and b two-dimensional float32 of the same width."""
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
-    dim = a.shape[1]
-    whole = dim - dim % 8
-    for d in range(0, whole, 8):
-        s0 += a[i, d] * b[j, d]
-        s1 += a[i, d + 1] * b[j, d + 1]
-        s2 += a[i, d + 2] * b[j, d + 2]
-        s3 += a[i, d + 3] * b[j, d + 3]
-        s4 += a[i, d + 4] * b[j, d + 4]
-        s5 += a[i, d + 5] * b[j, d + 5]
-        s6 += a[i, d + 6] * b[j, d + 6]
-        s7 += a[i, d + 7] * b[j, d + 7]
-    rest = dim - whole
-    if rest > 0:
-        s0 += a[i, whole] * b[j, whole]
-    if rest > 1:
-        s1 += a[i, whole + 1] * b[j, whole + 1]
-    if rest > 2:
-        s2 += a[i, whole + 2] * b[j, whole + 2]
-    if rest > 3:
-        s3 += a[i, whole + 3] * b[j, whole + 3]
-    if rest > 4:
-        s4 += a[i, whole + 4] * b[j, whole + 4]
-    if rest > 5:
-        s5 += a[i, whole + 5] * b[j, whole + 5]
-    if rest > 6:
-        s6 += a[i, whole + 6] * b[j, whole + 6]
-    return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
+@intrinsic
+def lane_dot(typingctx: Any, a: Any, i: Any, b: Any, j: Any) -> Any:
+    """Sum over d of a[i, d] * b[j, d] in lane order; a and b two-dimensional C-ordered float32 of the same width.
+
+    Written in vector instructions of eight lanes, because Numba leaves eight running sums in Python as eight scalars.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [_row(context, builder, signature.args[k], args[k], args[k + 1]) for k in (0, 2)]
+        columns = _columns(context, builder, signature.args[0], args[0])
+        return _fold(builder, _lanes_of_products(builder, rows, columns))
+
+    return types.float32(a, types.int64, b, types.int64), codegen
+
+
+def _row(context: Any, builder: Any, array_type: Any, array: Any, row: Any) -> Any:
+    """Address of the first column of a row."""
+    struct = context.make_array(array_type)(context, builder, array)
+    zero = ir.Constant(row.type, 0)
+    return cgutils.get_item_pointer(context, builder, array_type, struct, [row, zero], wraparound=False)
+
+
+def _columns(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    struct = context.make_array(array_type)(context, builder, array)
+    return cgutils.unpack_tuple(builder, struct.shape, 2)[1]
+
+
+def _lanes_of_products(builder: Any, rows: list[Any], columns: Any) -> Any:
+    """The eight sums: whole blocks of eight columns at once, the rest column by column."""
+    vector, eight = ir.VectorType(ir.FloatType(), LANES), ir.Constant(columns.type, LANES)
+    lanes = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * LANES))
+    whole = builder.sub(columns, builder.urem(columns, eight))
+    with cgutils.for_range_slice(builder, ir.Constant(columns.type, 0), whole, eight) as (column, _):
+        blocks = [builder.bitcast(builder.gep(row, [column]), vector.as_pointer()) for row in rows]
+        product = builder.fmul(*(builder.load(block, align=4) for block in blocks))
+        builder.store(builder.fadd(builder.load(lanes), product), lanes)
+    with cgutils.for_range_slice(builder, whole, columns, ir.Constant(columns.type, 1)) as (column, _):
+        product = builder.fmul(*(builder.load(builder.gep(row, [column])) for row in rows))
+        sums, lane = builder.load(lanes), builder.sub(column, whole)
+        total = builder.fadd(builder.extract_element(sums, lane), product)
+        builder.store(builder.insert_element(sums, total, lane), lanes)
+    return builder.load(lanes)
+
+
+def _fold(builder: Any, lanes: Any) -> Any:
+    """Halve the lanes until one is left."""
+    while lanes.type.count > 1:
+        half = lanes.type.count // 2
+        low, high = (
+            builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(ir.IntType(32), half), list(part)))
+            for part in (range(half), range(half, 2 * half))
+        )
+        lanes = builder.fadd(low, high)
+    return builder.extract_element(lanes, ir.Constant(ir.IntType(32), 0))
