@@ -1,0 +1,78 @@
+"""`tiered-emb`: the command line. Commands import what they need when they run, so that `--help` is quick.
+
+Exit codes: 0 done, 1 failed, 2 an option that makes no sense, 130 Ctrl-C. Errors that this project raises on purpose
+are one line on stderr; any other is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from storage.errors import StorageError
+from tiered_emb.errors import ConfigError, TieredEmbError
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+class _Group(click.Group):
+    """A group whose commands end in one line, not a traceback, on the errors of this project."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, TieredEmbError, StorageError) as error:
+            click.echo(f"tiered-emb: {error}", err=True)
+            ctx.exit(MISUSED if isinstance(error, ConfigError) else FAILED)
+        except KeyboardInterrupt:
+            click.echo("tiered-emb: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tiered-emb")
+def main() -> None:
+    """Embedding tables larger than memory, spread over HBM, DDR and SSD."""
+
+
+@main.command()
+@click.option(
+    "--data",
+    metavar="PATH|movielens|synthetic",
+    default="synthetic",
+    show_default=True,
+    help="Clicks: a Criteo-format file (.tsv, .tsv.gz), MovieLens-100k, or made up with a known best AUC.",
+)
+@click.option("--dim", type=int, help="Floats a row.  [default: 16; synthetic 32]")
+@click.option("--batch-size", type=int, help="Samples a step.  [default: 128; synthetic 1024]")
+@click.option("--epochs", type=int, default=1, show_default=True, help="Passes over the first nine tenths.")
+@click.option(
+    "--hbm-bytes", metavar="SIZE", help="Device memory for rows, such as 256KiB; 0 = no HBM tier.  [default: 0]"
+)
+@click.option(
+    "--ddr-bytes", metavar="SIZE", help="Host memory for rows and all bookkeeping.  [default: 256MiB; synthetic 24MiB]"
+)
+@click.option("--store", metavar="DIRECTORY", help="Where rows rest; new, or without rows.  [default: temporary]")
+@click.option("--policy", default="lru", show_default=True, help="Which rows leave a tier first: lru or lfu.")
+@click.option(
+    "--optimizer", default="rowwise_adagrad", show_default=True, help="Row rule, as in tiered_emb.optim.RULES."
+)
+@click.option("--lr", type=float, help="Learning rate of the row rule.  [default: by rule]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of rows, MLPs and made-up clicks.")
+@click.option("--threads", type=int, help="Of torch and of the row kernels.  [default: all cores]")
+@click.option("--check", type=click.Choice(["dense"]), help="Train again on whole tables in memory and compare.")
+@click.option("--json", metavar="FILE|-", help="The report as JSON; - = the last line of standard output.")
+def train(**options: Any) -> None:
+    """Train a click model (DLRM) over tiered tables and test it on the last tenth."""
+    from tiered_emb.reference.command import train as run
+    from tiered_emb.reference.interrupt import Interrupted
+    from tiered_emb.reference.settings import TrainOptions
+
+    try:
+        code = run(TrainOptions(**options))
+    except Interrupted as stopped:
+        click.echo(f"tiered-emb: {stopped}", err=True)
+        code = INTERRUPTED
+    sys.exit(code)

@@ -1,0 +1,217 @@
+"""One run of the main job: from options to a report.
+
+The store must be empty of rows: the dense part of the model lives in memory and ends with the run, so rows trained
+with it are of no use to a fresh one. Without ``--store`` the rows rest in a temporary directory that the run removes.
+However the run ends - done, Ctrl-C, a bad line of data, a full disk - the bags are closed, so that what was trained
+rests in the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from tiered_emb.config import TableConfig
+from tiered_emb.errors import ConfigError
+from tiered_emb.init import Uniform
+from tiered_emb.module import TieredEmbeddingBagCollection
+from tiered_emb.reference.at_rest import RowsAtRest
+from tiered_emb.reference.criteo import CriteoStream
+from tiered_emb.reference.dlrm import Shape
+from tiered_emb.reference.interrupt import Interrupted, StopSignal
+from tiered_emb.reference.movielens import MovieLensStream, cache_folder, fetch
+from tiered_emb.reference.progress import meter
+from tiered_emb.reference.report import Report
+from tiered_emb.reference.settings import INIT_RANGE, SYNTHETIC_SAMPLES, Settings
+from tiered_emb.reference.stream import ClickBatch, ClickStream, Part
+from tiered_emb.reference.synthetic import SyntheticStream
+from tiered_emb.reference.training import Evaluation, Learner, evaluate, fingerprints
+
+
+@dataclass
+class Trained:
+    """What training leaves behind beside the rows.
+
+    Attributes:
+        losses: float32, one a step.
+        fingerprints: (C, B) uint32 of the pooled rows of every step, where a check is to follow.
+        samples: trained on.
+        seconds: it took.
+    """
+
+    losses: array[float] = field(default_factory=lambda: array("f"))
+    fingerprints: list[NDArray[np.uint32]] = field(default_factory=list)
+    samples: int = 0
+    seconds: float = 0.0
+
+
+def run_job(settings: Settings, console: Console, *, hashes: bool = False, check: bool = False) -> Report:
+    """Train, test, report; progress goes to ``console``. ``hashes`` and ``check`` add what the report then holds.
+
+    Raises Interrupted after Ctrl-C, and the errors of ``tiered_emb.errors`` and ``storage.errors``.
+    """
+    torch.set_num_threads(settings.threads)
+    with StopSignal() as stop, _store_path(settings) as path:
+        job = Job(settings, open_stream(settings, console), console, stop)
+        with job.open_bags(path) as bags:
+            _refuse_rows(bags, path)
+            trained = Trained()
+            try:
+                return job.run(bags, trained, hashes=hashes, check=check)
+            except Interrupted:
+                bags.flush()
+                rows = bags.stats().store.rows
+                kept = "" if settings.store is None else f"; {path} holds its {rows:,} rows and can be opened"
+                raise Interrupted(f"interrupted after step {len(trained.losses):,}{kept}") from None
+
+
+class Job:
+    """The parts of a run: a stream of clicks, a model, and the bags it is trained over."""
+
+    def __init__(self, settings: Settings, stream: ClickStream, console: Console, stop: StopSignal) -> None:
+        self.settings = settings
+        self.stream = stream
+        self.tables = tables_of(settings, stream)
+        self._console = console
+        self._stop = stop
+
+    def open_bags(self, path: Path) -> TieredEmbeddingBagCollection:
+        """The tables over the store at ``path``."""
+        settings = self.settings
+        return TieredEmbeddingBagCollection(
+            self.tables,
+            tiers=settings.tiers(path),
+            optimizer=settings.rule(),
+            seed=settings.seed,
+            device=_device(settings),
+        )
+
+    def learner(self) -> Learner:
+        """A new dense part; always the same one."""
+        features = tuple(feature.name for feature in self.stream.features)
+        shape = Shape(features, self.stream.dense_width, self.settings.dim)
+        return Learner(shape, self.settings.seed, _device(self.settings))
+
+    def run(self, bags: TieredEmbeddingBagCollection, trained: Trained, *, hashes: bool, check: bool) -> Report:
+        """The whole run; ``trained`` is filled as it goes."""
+        learner = self.learner()
+        self.train(learner, bags, trained, check)
+        evaluation = self.test(learner, bags)
+        bags.flush()
+        stats = bags.stats()
+        found = {"losses_sha256": hashlib.sha256(trained.losses.tobytes()).hexdigest()}
+        verdict = None
+        if hashes or check:
+            with RowsAtRest(bags.scan()) as rows:
+                found["rows_sha256"] = rows.sha256()
+                verdict = self.check(trained, rows) if check else None
+        return Report(
+            settings=self.settings.to_json(),
+            evaluation=evaluation,
+            stats=stats,
+            samples=trained.samples,
+            steps=len(trained.losses),
+            seconds=trained.seconds,
+            row_bytes=4 * (self.settings.dim + self.settings.rule().state_width(self.settings.dim)),
+            hashes=found,
+            dense_check=verdict,
+        )
+
+    def train(self, learner: Learner, bags: TieredEmbeddingBagCollection, trained: Trained, keep: bool) -> None:
+        """All epochs; ``keep`` fingerprints for a check."""
+        bags.train()
+        with meter(self._console, "train", self._train_samples()) as shown:
+            for batch in self._stop.watch(self._train_batches()):
+                pooled = bags(batch.sparse)
+                if keep:
+                    trained.fingerprints.append(fingerprints(pooled, learner.model.features))
+                loss = learner.loss(batch, pooled)
+                learner.learn(loss)
+                trained.losses.append(loss.item())
+                trained.samples += len(batch.labels)
+                trained.seconds = shown.seconds
+                shown.add(len(batch.labels), trained.losses[-1], bags.stats)
+
+    def test(self, learner: Learner, bags: TieredEmbeddingBagCollection) -> Evaluation:
+        """Predict what was held out; the rows, tiers and counters stay as they are."""
+        bags.eval()
+        with meter(self._console, "test", self.stream.samples(Part.HELD_OUT)) as shown:
+
+            def batches() -> Iterator[ClickBatch]:
+                for batch in self._stop.watch(self.stream.batches(Part.HELD_OUT, self.settings.batch_size)):
+                    yield batch
+                    shown.add(len(batch.labels))
+
+            return evaluate(learner, bags, batches())
+
+    def check(self, trained: Trained, rows: RowsAtRest) -> str:
+        """The verdict of the same run on whole tables."""
+        from tiered_emb.reference.check import Model, Trail, check_dense
+
+        model = Model(self.tables, self.settings.rule(), self.settings.seed, self.learner)
+        with meter(self._console, "check", self._train_samples()) as shown:
+
+            def batches() -> Iterator[ClickBatch]:
+                for batch in self._stop.watch(self._train_batches()):
+                    yield batch
+                    shown.add(len(batch.labels))
+
+            return check_dense(model, batches(), Trail(trained.losses, trained.fingerprints), rows)
+
+    def _train_samples(self) -> int:
+        return self.settings.epochs * self.stream.samples(Part.TRAIN)
+
+    def _train_batches(self) -> Iterator[ClickBatch]:
+        for _ in range(self.settings.epochs):
+            yield from self.stream.batches(Part.TRAIN, self.settings.batch_size)
+
+
+def open_stream(settings: Settings, console: Console) -> ClickStream:
+    """The data set that ``--data`` names."""
+    if settings.data == "synthetic":
+        return SyntheticStream(SYNTHETIC_SAMPLES, settings.seed)
+    if settings.data == "movielens":
+        return MovieLensStream(fetch(cache_folder()))
+    with meter(console, "count lines", 1) as shown:
+        return CriteoStream(Path(settings.data), shown.to)
+
+
+def tables_of(settings: Settings, stream: ClickStream) -> list[TableConfig]:
+    """One table a feature, of its name."""
+    init = Uniform(-INIT_RANGE, INIT_RANGE)
+    return [
+        TableConfig(feature.name, feature.num_embeddings, settings.dim, mode=feature.mode, init=init)
+        for feature in stream.features
+    ]
+
+
+def _device(settings: Settings) -> torch.device:
+    return torch.device("cuda" if settings.hbm_bytes and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _store_path(settings: Settings) -> Iterator[Path]:
+    if settings.store is not None:
+        yield Path(settings.store)
+        return
+    with tempfile.TemporaryDirectory(prefix="tiered-emb-") as folder:
+        yield Path(folder) / "rows"
+
+
+def _refuse_rows(bags: TieredEmbeddingBagCollection, path: Path) -> None:
+    rows = bags.stats().store.rows
+    if rows:
+        raise ConfigError(
+            f"{path} already holds {rows:,} rows; a run starts from untrained rows, because the MLPs that "
+            f"go with stored ones were not kept: name a new or empty directory with --store, or remove this one"
+        )
