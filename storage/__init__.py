@@ -19,6 +19,7 @@ from storage.errors import (
     StoreMissingError,
     StoreReadOnlyError,
 )
+from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema, table_number
 from storage.store import RowIds, Store, StoreStats, TableRef
@@ -28,6 +29,7 @@ __all__ = [
     "CorruptRowError",
     "CorruptSegmentError",
     "CorruptionError",
+    "LmdbStore",
     "MemoryStore",
     "NotAStoreError",
     "RowIds",
@@ -37,6 +39,7 @@ __all__ = [
     "Store",
     "StoreChangedError",
     "StoreClosedError",
+    "StoreConfig",
     "StoreConfigError",
     "StoreForkedError",
     "StoreFullError",

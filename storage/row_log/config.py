@@ -1,0 +1,53 @@
+"""StoreConfig: the sizes of an LmdbStore. None of them is part of the format; each open may choose others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from storage.errors import StoreConfigError
+from storage.id_index import MAX_SHARDS
+
+_LEAST_BYTES = 1 << 13
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Sizes of a store.
+
+    Attributes:
+        segment_bytes: about how large a segment is; halved write_buffer_bytes if that is less.
+        write_buffer_bytes: host memory for rows not yet committed and for LMDB's copy of them during a commit. Each group
+            needs room for one segment all the same.
+        map_size_bytes: greatest size of the data file; address space, not disk.
+        index_shards: parts of the index that grow alone, a power of two; None = by the size of the buffer and of the store.
+
+    Raises:
+        StoreConfigError: a size that makes no sense.
+    """
+
+    segment_bytes: int = 1 << 20
+    write_buffer_bytes: int = 16 << 20
+    map_size_bytes: int = 1 << 40
+    index_shards: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("segment_bytes", "write_buffer_bytes", "map_size_bytes"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < _LEAST_BYTES:
+                raise StoreConfigError(f"{name}={size!r}: expected a whole number of bytes, {_LEAST_BYTES} at least")
+        shards = self.index_shards
+        if shards is not None and not (2 <= shards <= MAX_SHARDS and shards & (shards - 1) == 0):
+            raise StoreConfigError(f"index_shards={shards}: expected a power of two from 2 to {MAX_SHARDS}, or None")
+
+    @property
+    def filled_bytes(self) -> int:
+        """Size to which segments are filled: with LMDB's 16 bytes in front they end where a page ends."""
+        return min(self.segment_bytes, self.write_buffer_bytes // 2) - 16
+
+    def shards_for(self, rows: int) -> int:
+        """Index shards for a store of about so many rows: enough that a shard stays small, few if memory is scarce."""
+        if self.index_shards is not None:
+            return self.index_shards
+        least = 16 if self.write_buffer_bytes < 1 << 20 else 256
+        wanted = 1 << max(0, (rows >> 16).bit_length())
+        return min(MAX_SHARDS, max(least, wanted))

@@ -1,0 +1,329 @@
+"""Kernels that move rows: out of segments, into the open segment, out of the index. They run without the GIL.
+
+N ids of a batch. A stored row is 8 bytes of checksum, then its bytes, then zeros up to a multiple of 8 (`stride` in all).
+
+Reading happens in two passes over a block of ids, so that the pages of all its rows can be asked for before the first is
+touched: `find_places` takes the first place whose tag fits, `gather` copies the rows whose checksums, keyed by table and id,
+prove that they are whole and the right ones. What is left over, a false tag or damage, goes to `settle`, which compares stored
+ids and tells the two apart. So the common row costs one line of the index and its own bytes, and the block of ids stored in
+its segment is never touched.
+
+Writing appends to the open segment and changes the index row by row, in the order of the batch. The kernels stop where
+Python must act: at a full segment or a full shard. Called under the store's lock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from storage.id_index import (
+    LIMIT,
+    USED,
+    first_match,
+    home_address,
+    place_of,
+    remove_entry,
+    seek,
+    set_entry,
+)
+from storage.row_log.hashing import mix, row_seed, xxh64
+from storage.row_log.places import (
+    CODES,
+    COUNT,
+    IDS,
+    LIVE,
+    ROWS,
+    place_at,
+    row_of,
+    slot_of,
+    stored_epoch,
+    stored_id,
+    stored_table,
+    stored_tombstone,
+)
+from storage.row_log.raw import copy_bytes, load64, prefetch, store8, store32, store64
+
+DONE, SEGMENT_FULL, SHARD_FULL = range(3)
+TOMBSTONE = 1
+
+_0, _1, _4, _8, _64 = (np.uint64(n) for n in (0, 1, 4, 8, 64))
+_INDEX_AHEAD, _ID_AHEAD, _ROW_AHEAD = 16, 8, 8
+_PREFETCH_BYTES = 512  # of a row; the processor follows by itself after that
+_TOMBSTONE_STEP = np.int64(1) << 32
+
+
+@njit(inline="always")
+def _prefetch_row(address: Any, stride: Any) -> None:
+    line = address
+    end = address + (stride if stride < _PREFETCH_BYTES else np.uint64(_PREFETCH_BYTES))
+    while line < end:
+        prefetch(line)
+        line += _64
+    prefetch(end - _1)
+
+
+@njit(inline="always")
+def _row_address(segments: Any, place: Any, stride: Any) -> Any:
+    return np.uint64(segments[slot_of(place), ROWS]) + row_of(place) * stride
+
+
+@njit(nogil=True, cache=True)
+def find_places(shards: Any, shift: Any, tables: Any, ids: Any, places: Any) -> None:
+    """places[i] = first place whose tag fits (tables[i], ids[i]), 0 if there is none."""
+    n = len(ids)
+    for i in range(n):
+        if i + _INDEX_AHEAD < n:
+            prefetch(home_address(shards, shift, mix(tables[i + _INDEX_AHEAD], ids[i + _INDEX_AHEAD])))
+        places[i] = first_match(shards, shift, mix(tables[i], ids[i]))
+
+
+@njit(nogil=True, cache=True)
+def gather(
+    segments: Any, stride: Any, tables: Any, ids: Any, places: Any, out: Any, out_step: Any, width: Any, found: Any
+) -> Any:
+    """Copy the rows that their checksums prove; the number of places that remain to be settled.
+
+    Args:
+        segments: lines of the group's segments.
+        stride: uint64, stored bytes of a row.
+        tables, ids, places: (N,), what `find_places` was given and gave.
+        out, out_step: address of row 0 of the output and bytes from one to the next (uint64).
+        width: int64, bytes to copy.
+        found: bool (N,), set for every row; False where a place remains to be settled.
+    """
+    n = len(ids)
+    suspects = 0
+    for i in range(n):
+        if i + _ROW_AHEAD < n and places[i + _ROW_AHEAD] != _0:
+            _prefetch_row(_row_address(segments, places[i + _ROW_AHEAD], stride), stride)
+        found[i] = False
+        if places[i] != _0:
+            row = _row_address(segments, places[i], stride)
+            if load64(row) == xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])):
+                copy_bytes(out + np.uint64(i) * out_step, row + _8, width)
+                found[i] = True
+            else:
+                suspects += 1
+    return suspects
+
+
+@njit(nogil=True, cache=True)
+def settle(
+    shards: Any,
+    shift: Any,
+    segments: Any,
+    stride: Any,
+    tables: Any,
+    ids: Any,
+    places: Any,
+    out: Any,
+    out_step: Any,
+    width: Any,
+    found: Any,
+) -> Any:
+    """Decide what `gather` left open: false tags are searched on, damage is returned.
+
+    Returns:
+        The place (uint64) of a damaged row, 0 if there is none: the row asked for, or one so damaged that neither its
+        stored id nor its bytes can be believed.
+    """
+    for i in range(len(ids)):
+        if found[i] or places[i] == _0:
+            continue
+        hash = mix(tables[i], ids[i])
+        position = seek(shards, shift, hash, segments, tables[i], ids[i])
+        if position >= 0:
+            place = place_of(shards, shift, hash, position)
+            row = _row_address(segments, place, stride)
+            if load64(row) != xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])):
+                return place
+            copy_bytes(out + np.uint64(i) * out_step, row + _8, width)
+            found[i] = True
+        else:
+            other = row_seed(np.uint32(stored_table(segments, places[i])), stored_id(segments, places[i]))
+            row = _row_address(segments, places[i], stride)
+            if load64(row) != xxh64(row + _8, stride - _8, other):
+                return places[i]
+    return _0
+
+
+@njit(inline="always")
+def _ask_for_entry(shards: Any, shift: Any, segments: Any, tables: Any, ids: Any, i: Any) -> None:
+    """Prefetch what a change of row i's id will touch: its entry, then the stored id that the entry leads to."""
+    if i + _INDEX_AHEAD < len(ids):
+        prefetch(home_address(shards, shift, mix(tables[i + _INDEX_AHEAD], ids[i + _INDEX_AHEAD])))
+    if i + _ID_AHEAD < len(ids):
+        place = first_match(shards, shift, mix(tables[i + _ID_AHEAD], ids[i + _ID_AHEAD]))
+        if place != _0:
+            prefetch(np.uint64(segments[slot_of(place), IDS]) + row_of(place) * _8)
+
+
+@njit(inline="always")
+def _write_ids(segments: Any, slot: Any, row: Any, table: Any, id: Any) -> None:
+    store64(np.uint64(segments[slot, IDS]) + row * _8, np.uint64(id))
+    store32(np.uint64(segments[slot, CODES]) + row * _4, np.uint64(table))
+
+
+@njit(nogil=True, cache=True)
+def append_rows(
+    shards: Any,
+    shift: Any,
+    segments: Any,
+    stride: Any,
+    slot: Any,
+    capacity: Any,
+    tables: Any,
+    ids: Any,
+    data: Any,
+    data_step: Any,
+    width: Any,
+    start: Any,
+) -> Any:
+    """Append rows start, start + 1, ... to the open segment in `slot`, and point the index at them.
+
+    Args:
+        capacity: rows that the open segment holds.
+        data, data_step: address of row 0 of the batch and bytes from one to the next (uint64).
+        width: int64, bytes of a row; those behind it, up to the stride, stay zero.
+
+    Returns:
+        (next row of the batch, DONE | SEGMENT_FULL | SHARD_FULL, the full shard).
+    """
+    count = segments[slot, COUNT] & 0xFFFFFFFF
+    for i in range(start, len(ids)):
+        _ask_for_entry(shards, shift, segments, tables, ids, i)
+        if count == capacity:
+            return i, SEGMENT_FULL, 0
+        hash = mix(tables[i], ids[i])
+        position = seek(shards, shift, hash, segments, tables[i], ids[i])
+        shard = np.int64(hash >> shift)
+        if position < 0 and shards[shard, USED] >= shards[shard, LIMIT]:
+            return i, SHARD_FULL, shard
+        here = np.uint64(count)
+        row = np.uint64(segments[slot, ROWS]) + here * stride
+        store64(row + stride - _8, _0)  # the padding; a row that needs none covers it
+        copy_bytes(row + _8, data + np.uint64(i) * data_step, width)
+        store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
+        _write_ids(segments, slot, here, tables[i], ids[i])
+        store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + here, _0)
+        if position < 0:
+            position = -1 - position
+            shards[shard, USED] += 1
+        else:
+            segments[slot_of(place_of(shards, shift, hash, position)), LIVE] -= 1
+        set_entry(shards, shift, hash, position, place_at(slot, count))
+        count += 1
+        segments[slot, COUNT] += 1
+        segments[slot, LIVE] += 1
+    return len(ids), DONE, 0
+
+
+@njit(nogil=True, cache=True)
+def append_tombstones(
+    shards: Any, shift: Any, segments: Any, stride: Any, slot: Any, capacity: Any, tables: Any, ids: Any, start: Any
+) -> Any:
+    """Write a tombstone for each id that has a row, and take it out of the index.
+
+    Returns:
+        (next row of the batch, DONE | SEGMENT_FULL).
+    """
+    count = segments[slot, COUNT] & 0xFFFFFFFF
+    for i in range(start, len(ids)):
+        _ask_for_entry(shards, shift, segments, tables, ids, i)
+        hash = mix(tables[i], ids[i])
+        position = seek(shards, shift, hash, segments, tables[i], ids[i])
+        if position < 0:
+            continue
+        if count == capacity:
+            return i, SEGMENT_FULL
+        here = np.uint64(count)
+        row = np.uint64(segments[slot, ROWS]) + here * stride
+        for at in range(np.uint64(8), stride, np.uint64(8)):
+            store64(row + np.uint64(at), _0)
+        store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
+        _write_ids(segments, slot, here, tables[i], ids[i])
+        store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + here, np.uint64(TOMBSTONE))
+        segments[slot_of(place_of(shards, shift, hash, position)), LIVE] -= 1
+        remove_entry(shards, shift, hash, position)
+        count += 1
+        segments[slot, COUNT] += 1 + _TOMBSTONE_STEP
+    return len(ids), DONE
+
+
+@njit(nogil=True, cache=True)
+def live_rows(shards: Any, shift: Any, segments: Any, slot: Any, start: Any, tables: Any, ids: Any, places: Any) -> Any:
+    """The live rows of a segment from row `start` on, at most as many as the outputs hold.
+
+    Returns:
+        (row to go on at, rows written to `tables`, `ids` and `places`).
+    """
+    count = segments[slot, COUNT] & 0xFFFFFFFF
+    n = 0
+    at = start
+    while at < count and n < len(ids):
+        place = place_at(slot, at)
+        table, id = np.uint32(stored_table(segments, place)), stored_id(segments, place)
+        hash = mix(table, id)
+        position = seek(shards, shift, hash, segments, table, id)
+        if position >= 0 and place_of(shards, shift, hash, position) == place:
+            tables[n], ids[n], places[n] = table, id, place
+            n += 1
+        at += 1
+    return at, n
+
+
+@njit(nogil=True, cache=True)
+def replay(shards: Any, shift: Any, segments: Any, slot: Any, last_epoch: Any, start: Any) -> Any:
+    """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
+
+    Of two versions the one with the newer epoch wins, within a segment the later one; rows with epochs above `last_epoch` are
+    passed over. The order in which segments are replayed does not matter, since tombstones stay in the index until
+    `bury` has seen all segments.
+
+    Returns:
+        (row to go on at, DONE | SHARD_FULL, the full shard).
+    """
+    count = segments[slot, COUNT] & 0xFFFFFFFF
+    for at in range(start, count):
+        if at + _INDEX_AHEAD < count:
+            ahead = place_at(slot, at + _INDEX_AHEAD)
+            hash = mix(np.uint32(stored_table(segments, ahead)), stored_id(segments, ahead))
+            prefetch(home_address(shards, shift, hash))
+        place = place_at(slot, at)
+        epoch = stored_epoch(segments, place)
+        if epoch > last_epoch:
+            continue
+        table, id = np.uint32(stored_table(segments, place)), stored_id(segments, place)
+        hash = mix(table, id)
+        position = seek(shards, shift, hash, segments, table, id)
+        shard = np.int64(hash >> shift)
+        if position < 0:
+            if shards[shard, USED] >= shards[shard, LIMIT]:
+                return at, SHARD_FULL, shard
+            position = -1 - position
+            shards[shard, USED] += 1
+        else:
+            old = place_of(shards, shift, hash, position)
+            if stored_epoch(segments, old) > epoch:
+                continue
+            segments[slot_of(old), LIVE] -= 1
+        set_entry(shards, shift, hash, position, place)
+        segments[slot, LIVE] += 1
+    return count, DONE, 0
+
+
+@njit(nogil=True, cache=True)
+def bury(shards: Any, shift: Any, segments: Any, slot: Any) -> None:
+    """Take the tombstones of a committed segment out of the index."""
+    for at in range(segments[slot, COUNT] & 0xFFFFFFFF):
+        place = place_at(slot, at)
+        if stored_tombstone(segments, place):
+            table, id = np.uint32(stored_table(segments, place)), stored_id(segments, place)
+            hash = mix(table, id)
+            position = seek(shards, shift, hash, segments, table, id)
+            if position >= 0 and place_of(shards, shift, hash, position) == place:
+                remove_entry(shards, shift, hash, position)
+                segments[slot, LIVE] -= 1

@@ -1,0 +1,218 @@
+"""RowLog: segments and the state record as values of one LMDB environment. The only file that calls LMDB.
+
+Two databases: `segments` (segment number, 8 bytes big endian -> segment) and `states` (b"store" -> uuid, b"head" -> `State`).
+
+Invariants:
+
+- One commit is one transaction: some new segments, some dead ones deleted, perhaps a new state; all of it or nothing.
+- A segment takes pages of its own (LMDB's overflow pages), so its address stays as long as it lives.
+- Never `writemap` or `map_async`; `readahead=False`, since rows are read at random; every commit is synced. With durability
+  "snapshot" the sync of LMDB's meta page is left to the next commit, except at a flush.
+- Every error of LMDB becomes one of ours here.
+
+Not thread safe; the store's lock guards it. It knows nothing of ids and of what rows hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import (
+    CorruptSegmentError,
+    NotAStoreError,
+    StorageError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+)
+from storage.row_log.manifest import DATA_NAME
+from storage.row_log.state import State
+
+_LOOSE_PAGES = 16  # pages at the end of the file that LMDB may have counted and never written
+_FULL_TEXTS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one transaction changes: segments by number, numbers of segments to delete, a new head."""
+
+    segments: tuple[tuple[int, memoryview], ...] = ()
+    deletes: tuple[int, ...] = ()
+    state: State | None = None
+
+
+class RowLog:
+    """The LMDB environment of a store.
+
+    Args:
+        directory: exists; data.mdb in it exists too unless it is to be created.
+        map_size_bytes: address space for the data file, its greatest size.
+        read_only: open for reading.
+        sync_meta: whether a commit also syncs LMDB's meta page.
+
+    Attributes:
+        page_bytes: size of LMDB's pages.
+        repaired: the file ended before its last pages, which may or may not have held anything: verify all rows.
+    """
+
+    def __init__(self, directory: Path, map_size_bytes: int, read_only: bool, sync_meta: bool) -> None:
+        self._where = str(directory)
+        self._data = directory / DATA_NAME
+        self._sync_meta = sync_meta
+        with self._translated("opened"):
+            self._env = lmdb.open(
+                str(directory),
+                map_size=map_size_bytes,
+                max_dbs=4,
+                readonly=read_only,
+                readahead=False,
+                metasync=sync_meta,
+                lib_version=0,
+            )
+        try:
+            self.page_bytes: int = self._env.stat()["psize"]
+            self.repaired = self._check_length(read_only)
+            with self._translated("read"):
+                self._segments = self._env.open_db(b"segments", create=not read_only)
+                self._states = self._env.open_db(b"states", create=not read_only)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _check_length(self, read_only: bool) -> bool:
+        """Refuse a data file that was cut short: touching a page behind its end would kill the process."""
+        size, needed = self._data.stat().st_size, (self._env.info()["last_pgno"] + 1) * self.page_bytes
+        if size >= needed:
+            return False
+        loose = size % self.page_bytes == 0 and needed - size <= _LOOSE_PAGES * self.page_bytes
+        if not loose or read_only:
+            raise CorruptSegmentError(
+                f"{self._data} has {size} bytes, {needed - size} fewer than it was written with: it was cut short; "
+                "restore it from a copy"
+            )
+        os.truncate(self._data, needed)
+        return True
+
+    def create(self, store: bytes) -> None:
+        """Make a new log: the uuid and the empty state.
+
+        Raises:
+            NotAStoreError: segments exist already; they belong to a store that lost its manifest.
+        """
+        with self._translated("written"), self._env.begin(write=True) as txn:
+            count = txn.stat(self._segments)["entries"]
+            if count:
+                raise NotAStoreError(
+                    f"{self._where} has no manifest.json but its data.mdb holds {count} segments: "
+                    "restore the manifest, or remove the directory if its rows are not wanted"
+                )
+            txn.put(b"store", store, db=self._states)
+            txn.put(b"head", State(0, 0, b"").pack(), db=self._states)
+
+    def check_identity(self, store: bytes) -> None:
+        """Refuse the data file of another store.
+
+        Raises:
+            NotAStoreError: the uuid in data.mdb is not the manifest's.
+        """
+        with self.reading() as txn:
+            seen = txn.get(b"store", db=self._states)
+        if seen is None or bytes(seen) != store:
+            other = bytes(seen).hex() if seen is not None else "none"
+            raise NotAStoreError(
+                f"{self._data} belongs to store {other}, the manifest to {store.hex()}: they do not fit"
+            )
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """A read transaction; addresses of segments are good while it lasts, and for a writer as long as they live."""
+        with self._translated("read"), self._env.begin(buffers=True) as txn:
+            yield txn
+
+    def state(self, txn: Any) -> State:
+        """The last complete state."""
+        record = txn.get(b"head", db=self._states)
+        return State.unpack(None if record is None else bytes(record), self._where)
+
+    def numbers(self, txn: Any) -> NDArray[np.int64]:
+        """Numbers of all segments, ascending."""
+        cursor = txn.cursor(db=self._segments)
+        joined = b"".join([bytes(number) for number in cursor.iternext(keys=True, values=False)])
+        return np.frombuffer(joined, ">u8").astype(np.int64)
+
+    def segment(self, txn: Any, number: int) -> NDArray[np.uint8]:
+        """The bytes of a segment, in the memory map."""
+        found = txn.get(int(number).to_bytes(8, "big"), db=self._segments)
+        if found is None:
+            raise CorruptSegmentError(f"segment {number} of {self._where} is gone: the data file is damaged")
+        return np.frombuffer(found, np.uint8)
+
+    def commit(self, what: Commit) -> None:
+        """One transaction, synced. After an error nothing of it happened.
+
+        Raises:
+            StoreFullError, StoreIOError, CorruptSegmentError: as the module's docstring says.
+        """
+        self._check_present()
+        with self._translated("written"), self._env.begin(write=True) as txn:
+            for number, segment in what.segments:
+                txn.put(number.to_bytes(8, "big"), segment, db=self._segments)
+            for number in what.deletes:
+                txn.delete(number.to_bytes(8, "big"), db=self._segments)
+            if what.state is not None:
+                txn.put(b"head", what.state.pack(), db=self._states)
+        if what.state is not None and not self._sync_meta:
+            with self._translated("synced"):
+                self._env.sync(True)
+
+    def _check_present(self) -> None:
+        """A file removed under the store takes commits without complaint, and loses them."""
+        if not self._data.exists():
+            raise StoreIOError(f"{self._data} was removed while the store was open: what was put since is not durable")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the data file occupies, 0 if it is gone."""
+        try:
+            return self._data.stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def close(self) -> None:
+        """Close the environment; every address into it is void."""
+        self._env.close()
+
+    @contextmanager
+    def _translated(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.Error as error:
+            raise _translate(error, f"{self._where} could not be {verb}: {error}") from error
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StoreIOError(f"{self._where} could not be {verb}: {error}") from error
+
+
+def _translate(error: lmdb.Error, message: str) -> StorageError:
+    text = str(error)
+    if isinstance(error, lmdb.MapFullError):
+        return StoreFullError(f"{message}; raise StoreConfig.map_size_bytes")
+    if any(full in text for full in _FULL_TEXTS):
+        return StoreFullError(f"{message}; free space on its disk")
+    if isinstance(error, _DAMAGED):
+        return CorruptSegmentError(f"{message}; the data file is damaged, restore it from a copy")
+    if "already open in this process" in text:
+        return StoreLockedError(f"{message}; use the store object that has it")
+    return StoreIOError(message)

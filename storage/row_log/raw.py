@@ -1,0 +1,81 @@
+"""Memory by address for Numba kernels: loads, stores, copies and prefetches.
+
+Segments lie in LMDB's memory map and in write buffers, so the kernels that read them work on addresses (uint64), not on
+arrays. Nothing here checks an address: the caller owns the bytes it names. Loads and stores need no alignment and are
+little endian, the byte order of the format (`docs/formats.md`); `storage.lmdb_store` refuses big-endian machines.
+
+`madvise` and `mincore` are libc's, called without the GIL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_BYTES = ir.IntType(8).as_pointer()
+_I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+
+madvise = types.ExternalFunction("madvise", types.int32(types.uint64, types.uint64, types.int32))
+mincore = types.ExternalFunction("mincore", types.int32(types.uint64, types.uint64, types.uint64))
+
+
+def _loader(bits: int) -> Any:
+    def load(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            number = builder.load(pointer)
+            number.align = 1
+            return number if bits == 64 else builder.zext(number, _I64)
+
+        return types.uint64(types.uint64), codegen
+
+    return intrinsic(load)
+
+
+def _storer(bits: int) -> Any:
+    def store(typingctx: Any, address: Any, number: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            narrow = args[1] if bits == 64 else builder.trunc(args[1], ir.IntType(bits))
+            builder.store(narrow, pointer).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, types.uint64), codegen
+
+    return intrinsic(store)
+
+
+load8, load16, load32, load64 = (_loader(bits) for bits in (8, 16, 32, 64))
+store8, store32, store64 = (_storer(bits) for bits in (8, 32, 64))
+
+
+@intrinsic
+def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy `count` (int64) bytes between places that do not overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _BYTES, _I64, _I1])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.memcpy.p0.p0.i64")
+        pointers = [builder.inttoptr(address, _BYTES) for address in args[:2]]
+        builder.call(function, [*pointers, args[2], ir.Constant(_I1, 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address; any address will do, nothing is read."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        hints = [ir.Constant(_I32, hint) for hint in (0, 3, 1)]  # for reading, keep in all caches, data cache
+        builder.call(function, [builder.inttoptr(args[0], _BYTES), *hints])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), codegen

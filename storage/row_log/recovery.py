@@ -1,0 +1,71 @@
+"""Opening a log: segments are verified, adopted and replayed, and the index is what results.
+
+Of each id the newest epoch wins and tombstones hide what is older, whatever the order of the segments, so a crash at any point
+leaves nothing to repair: what was committed is there and nothing else. A state's rows are those with epochs up to its own;
+later ones are passed over and reported, so that a store with durability "snapshot" can discard them.
+
+The same function lets a reader follow a writer: segments already known are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CorruptSegmentError
+from storage.row_log.group_rows import GroupRows
+from storage.row_log.log import RowLog
+from storage.row_log.pages import ask_for
+from storage.row_log.places import NUMBER
+from storage.row_log.segment import SegmentHeader, read_header
+
+LAST_EPOCH = (1 << 63) - 1
+_AHEAD = 32
+_IDS_SHARE = 8  # header and ids are at most about this part of a segment
+
+
+def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, store: bytes, where: str) -> list[int]:
+    """Bring groups up to date with all segments of a read transaction.
+
+    Returns:
+        Numbers of segments that hold only rows with epochs above `last_epoch`.
+
+    Raises:
+        CorruptSegmentError: a segment is damaged, or is not of this store.
+    """
+    known = np.concatenate([np.zeros(0, np.int64), *(g.segments.lines[:, NUMBER] for g in groups)])
+    numbers = np.setdiff1d(log.numbers(txn), known)
+    later: list[int] = []
+    for i, number in enumerate(numbers.tolist()):
+        if i % _AHEAD == 0:
+            for soon in numbers[i : i + _AHEAD].tolist():
+                segment = log.segment(txn, soon)
+                ask_for(segment.ctypes.data, max(1, len(segment) // _IDS_SHARE))
+        segment = log.segment(txn, number)
+        header = read_header(segment, number, where)
+        if header.first_epoch > last_epoch:
+            later.append(number)
+            continue
+        group = _group_of(header, groups, store, where)
+        group.replay(group.adopt(header, segment.ctypes.data), last_epoch)
+    for group in groups:
+        group.bury_replayed()
+    return later
+
+
+def _group_of(header: SegmentHeader, groups: list[GroupRows], store: bytes, where: str) -> GroupRows:
+    what = f"segment {header.number} of {where}"
+    if header.store != store:
+        raise CorruptSegmentError(f"{what} belongs to store {header.store.hex()}, not to {store.hex()}")
+    if header.group >= len(groups) or groups[header.group].row_bytes != header.row_bytes:
+        raise CorruptSegmentError(
+            f"{what} holds rows of {header.row_bytes} bytes of group {header.group}: the manifest knows no such group"
+        )
+    return groups[header.group]
+
+
+def has_moved_rows(log: RowLog, txn: Any, numbers: list[int], where: str) -> bool:
+    """Whether any of these segments holds rows that were first written in an earlier one."""
+    headers = (read_header(log.segment(txn, number), number, where) for number in numbers)
+    return any(header.first_epoch < header.number for header in headers)

@@ -1,0 +1,169 @@
+"""A segment as bytes: header, block of ids, rows. `docs/formats.md` describes every one of them.
+
+This module packs and unpacks; it opens no file and knows no store. All numbers are little endian. A segment is immutable once it
+is sealed.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import CorruptSegmentError
+from storage.row_log.hashing import checksum
+
+MAGIC = b"TEROWSEG"
+VERSION = 1
+HEADER_BYTES = 128
+CHECKSUM_BYTES = 8
+RAW_ROWS = 0  # how rows are packed; codecs take the numbers from 1 on
+
+_HEADER = struct.Struct("<8sIIIIIIIIBBBBIQQQQQQ16sQQ")
+assert _HEADER.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The numbers at the head of a segment, in the order of their bytes (the magic comes before, a checksum after).
+
+    Attributes:
+        group, rows, tombstones: of which group; rows of both kinds; how many are tombstones.
+        row_bytes, stride: bytes of a row as put; stored, with checksum and padding.
+        tables: table numbers in the dictionary, 0 if the codes are the numbers themselves.
+        code_bytes, epoch_bytes, flag_bytes: width of a row's table code, epoch (less first_epoch) and flags; 0 = left out.
+        packing: how rows are packed; only RAW_ROWS exists.
+        number: the segment's number in the store, its key in LMDB.
+        first_epoch, last_epoch: least and greatest epoch of its rows.
+        ids_at, rows_at, size: where the ids and the rows begin, and the bytes of the whole value.
+        store: the store's uuid.
+        ids_checksum: of bytes ids_at to rows_at.
+    """
+
+    version: int
+    header_bytes: int
+    group: int
+    rows: int
+    tombstones: int
+    row_bytes: int
+    stride: int
+    tables: int
+    code_bytes: int
+    epoch_bytes: int
+    flag_bytes: int
+    packing: int
+    reserved: int
+    number: int
+    first_epoch: int
+    last_epoch: int
+    ids_at: int
+    rows_at: int
+    size: int
+    store: bytes
+    ids_checksum: int
+
+    def pack(self) -> bytes:
+        """The 128 bytes of the header."""
+        numbers = [getattr(self, field.name) for field in fields(self)]
+        body = _HEADER.pack(MAGIC, *numbers, 0)[:-8]
+        return body + checksum(body).to_bytes(8, "little")
+
+    @property
+    def epochs_at(self) -> int:
+        """Where the epochs begin."""
+        return self.ids_at + 8 * self.rows
+
+    @property
+    def codes_at(self) -> int:
+        """Where the table codes begin; the dictionary lies before them."""
+        return self.epochs_at + self.epoch_bytes * self.rows + 4 * self.tables
+
+    @property
+    def ids_end(self) -> int:
+        """Where the block of ids ends, padding aside."""
+        return self.codes_at + (self.code_bytes + self.flag_bytes) * self.rows
+
+    @property
+    def widths(self) -> int:
+        """The WIDTHS column of `storage.row_log.places`."""
+        return self.code_bytes | self.epoch_bytes << 8 | self.flag_bytes << 16 | self.tables << 32
+
+
+def stride_of(row_bytes: int) -> int:
+    """Stored bytes of a row: its checksum, its bytes, zeros up to a multiple of 8."""
+    return CHECKSUM_BYTES + align8(row_bytes)
+
+
+def align8(count: int) -> int:
+    """The next multiple of 8."""
+    return -(-count // 8) * 8
+
+
+def read_header(segment: NDArray[np.uint8], number: int, where: str) -> SegmentHeader:
+    """Read and verify a header and the block of ids behind it; rows verify themselves when they are read.
+
+    Args:
+        segment: the bytes of the whole value.
+        number: the number under which it is stored.
+        where: names the store in messages.
+
+    Raises:
+        CorruptSegmentError: what was seen is not what was written, or was written by a newer version.
+    """
+    what = f"segment {number} of {where}"
+    if len(segment) < HEADER_BYTES:
+        raise CorruptSegmentError(f"{what} has {len(segment)} bytes: expected a header of {HEADER_BYTES} at least")
+    raw = segment[:HEADER_BYTES].tobytes()
+    magic, *numbers, stored = _HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise CorruptSegmentError(f"{what} begins with {magic!r}: expected {MAGIC!r}")
+    if stored != checksum(raw[:-8]):
+        raise CorruptSegmentError(f"{what} has a damaged header: its checksum does not match")
+    header = SegmentHeader(*numbers)
+    _check_header(header, len(segment), number, what)
+    if header.ids_checksum != checksum(segment[header.ids_at : header.rows_at], header.number):
+        raise CorruptSegmentError(f"{what} has a damaged block of ids: its checksum does not match")
+    return header
+
+
+def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> None:
+    """Refuse a whole header that does not describe this value or that this version cannot read."""
+    if header.version != VERSION or header.packing != RAW_ROWS:
+        raise CorruptSegmentError(
+            f"{what} has version {header.version} and row packing {header.packing}: this program reads {VERSION} and {RAW_ROWS}"
+        )
+    if header.number != number or header.size != size:
+        raise CorruptSegmentError(
+            f"{what} with {size} bytes says it is segment {header.number} with {header.size}: it is another segment or cut short"
+        )
+    fits = (
+        header.ids_at == HEADER_BYTES
+        and header.stride == stride_of(header.row_bytes)
+        and header.ids_end <= header.rows_at
+        and header.rows_at + header.rows * header.stride <= size
+    )
+    if not fits:
+        raise CorruptSegmentError(f"{what}: {header.rows} rows do not fit the offsets in its header")
+
+
+def pack_tables(
+    numbers: NDArray[np.uint32], known: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8], int]:
+    """The shortest coding of table numbers (N,), all of them in `known` (sorted).
+
+    Returns:
+        dictionary (D,), bytes of the codes, bytes of one code.
+    """
+    rows = len(numbers)
+    if rows == 0 or (numbers == numbers[0]).all():
+        return numbers[:1].copy(), np.zeros(0, np.uint8), 0
+    codes = np.searchsorted(known, numbers)
+    used = np.flatnonzero(np.bincount(codes, minlength=len(known)))
+    width = 1 if len(used) <= 256 else 2
+    if len(used) > 65536 or 4 * len(used) + width * rows >= 4 * rows:
+        return np.zeros(0, np.uint32), numbers.view(np.uint8), 4
+    recode = np.zeros(len(known), f"<u{width}")
+    recode[used] = np.arange(len(used))
+    return known[used], recode[codes].view(np.uint8), width
