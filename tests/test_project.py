@@ -140,7 +140,7 @@ def _is_benchmark(name: str) -> bool:
 
 
 def _commands() -> set[str]:
-    result = _run(sys.executable, "-m", "tiered_emb.cli", "--help")
+    result = _run(str(Path(sys.executable).with_name("tiered-emb")), "--help")
     return set(re.findall(r"^  ([a-z]+) ", result.stdout.partition("Commands:")[2], re.MULTILINE))
 
 
