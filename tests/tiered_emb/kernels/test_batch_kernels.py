@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiered_emb.kernels import batch
@@ -80,8 +80,20 @@ class TestDedupe:
         assert dedupe(Deduper(), [(3, []), (4, [])]) == ([], [], [])
 
 
+KERNELS_IN_PYTHON = ["_group_positions", "_bags_of", "_check_offsets", "_first_out_of_range"]
+
+
+@pytest.fixture(params=["compiled", "python"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels without intrinsics also run as the Python that they are written in, where a debugger can follow."""
+    if request.param == "python":
+        for name in KERNELS_IN_PYTHON:
+            monkeypatch.setattr(batch, name, getattr(batch, name).py_func)
+
+
+@pytest.mark.usefixtures("both_ways")
 @given(st.lists(st.integers(0, 20), max_size=200))
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_group_positions(ids: list[int]) -> None:
     pairs, counts, inverse = dedupe(Deduper(), [(0, ids)])
     unique = len(pairs)
@@ -92,6 +104,7 @@ def test_group_positions(ids: list[int]) -> None:
     assert np.diff(start).tolist() == counts
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [3], [0, 2, 0, 0, 4, 1, 0]])
 def test_bags_of(lengths: list[int]) -> None:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -100,6 +113,7 @@ def test_bags_of(lengths: list[int]) -> None:
     assert out.tolist() == np.repeat(np.arange(len(lengths)), lengths).tolist()
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("offsets", "n", "wrong"),
     [
@@ -118,6 +132,7 @@ def test_check_offsets(offsets: list[int], n: int, wrong: int) -> None:
     assert check_offsets(np.array(offsets, np.int64), n) == wrong
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("ids", "low", "high", "position"),
     [
