@@ -9,14 +9,16 @@ What follows from that:
 
 - An entry holds every bit of the hash that its shard uses. Growing a shard or closing the gap of a removed entry never
   reads an id back from the log, which may be cold: a shard of 64 k rows grows in well under a millisecond.
-- A shard grows alone, by a quarter, at a load of 0.8. Shards begin with sizes that differ by up to a quarter, so that they
-  do not grow at the same moment. Loads lie between 0.64 and 0.8: 10 to 12.5 bytes a row, plus one shard during its growth.
-- A tag is no proof. Readers prove a row by its checksum, which is keyed by table and id, and fall back on the ids stored
-  in the segment; writers always compare the stored id and table, so that no id ever takes another's entry. With S shards of
-  R rows a missing id meets a false tag with odds of about R / 2^24.
+- A shard grows alone, by a quarter, at a load of 0.8. Shards begin with sizes that differ by up to a quarter, so that
+  they do not grow at the same moment. Loads lie between 0.64 and 0.8: 10 to 12.5 bytes a row, plus one shard during
+  its growth.
+- A tag is no proof. Readers prove a row by its checksum, which is keyed by table and id, and fall back on the ids
+  stored in the segment; writers always compare the stored id and table, so that no id ever takes another's entry.
+  With S shards of R rows a missing id meets a false tag with odds of about R / 2^24.
 
-The design speaks of 16-bit tags and 48-bit places. With 16 bits a shard of 64 k rows would have to read one stored id for
-every missing id looked up, and read back all its ids to grow; 40 bits of place are 2^40 rows, enough for 2^24 segments.
+The design speaks of 16-bit tags and 48-bit places. With 16 bits a shard of 64 k rows would have to read one stored id
+for every missing id looked up, and read back all its ids to grow; 40 bits of place are 2^40 rows, enough for 2^24
+segments.
 
 Kernels get `table` and `shift` and use the functions below; Python grows shards between kernel calls. Owned by the
 store's lock. The index knows nothing of LMDB and nothing of what rows hold.
@@ -208,7 +210,8 @@ class IdIndex:
 
     def grow(self, shard: int) -> None:
         """Make room in one shard."""
-        entries = np.zeros(int(self._next_capacities()[shard]), np.uint64)
+        capacity = int(self.table[shard, CAPACITY])
+        entries = np.zeros(capacity + capacity // 4 if capacity else int(self._first[shard]), np.uint64)
         old = self._entries[shard]
         if old is not None:
             _move_entries(old, entries)
@@ -232,9 +235,9 @@ class IdIndex:
     def jump_bytes(self, inserts: int) -> int:
         """The most that `inserts` new ids may cost beside 16 bytes each, whatever shards they fall into.
 
-        A shard's first growth costs its headroom in inserts, so the dearest set of shards that the inserts can push over is
-        bounded by a fractional knapsack. Every growth after that is paid for by the inserts that filled the shard, with
-        no more than 16 bytes each.
+        A shard's first growth costs its headroom in inserts, so the dearest set of shards that the inserts can push
+        over is bounded by a fractional knapsack. Every growth after that is paid for by the inserts that filled the
+        shard, with no more than 16 bytes each.
         """
         if inserts <= 0:
             return 0

@@ -1,19 +1,22 @@
 """LmdbStore: the Store over a row log in LMDB, for rows that are more than memory holds and must survive.
 
-Rows are appended to segments in memory and readable at once; full segments are committed together when the write buffer is
-full, and all of them at a flush, which is one atomic complete state. Opening reads the ids of all segments and rebuilds the index.
+Rows are appended to segments in memory and readable at once; full segments are committed together when the write
+buffer is full, and all of them at a flush, which is one atomic complete state. Opening reads the ids of all segments
+and rebuilds the index.
 
 Which rows an open finds depends on `durability`:
 
-- "commit": every row whose segment was committed (put is acknowledged; it is durable once committed, at the latest by flush).
+- "commit": every row whose segment was committed (put is acknowledged; it is durable once committed, at the latest by
+  flush).
 - "snapshot": exactly the rows of the last flush. Segments committed since are discarded, so that rows evicted by a
   run that died are not mixed with older ones.
 
-Dead segments are deleted one commit after the flush at which they were dead, so every complete state keeps what it needs.
+Dead segments are deleted one commit after the flush at which they were dead, so every complete state keeps what it
+needs.
 
-Threads: one lock around each verb; kernels run without the GIL. Processes: one writer (`row_log.owner`), any number of readers
-(`read_only=True`), which follow the writer's commits. A forked child may read what there was at the fork, and is refused to
-write.
+Threads: one lock around each verb; kernels run without the GIL. Processes: one writer (`row_log.owner`), any number
+of readers (`read_only=True`), which follow the writer's commits. A forked child may read what there was at the fork,
+and is refused to write.
 
 Not here: compaction, named snapshots, codecs. What is on disk: docs/formats.md.
 """
@@ -71,7 +74,8 @@ class LmdbStore:
         read_only: open beside a writer, or alone, without the right to write.
 
     Raises:
-        NotAStoreError, StoreMissingError, StoreLockedError, CorruptSegmentError, StoreConfigError, StoreFullError, StoreIOError:
+        NotAStoreError, StoreMissingError, StoreLockedError, CorruptSegmentError, StoreConfigError, StoreFullError,
+        StoreIOError:
             as `storage.errors` describes them. A store that should hold rows and does not never opens as an empty one.
     """
 

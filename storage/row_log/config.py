@@ -15,11 +15,11 @@ class StoreConfig:
     """Sizes of a store.
 
     Attributes:
-        segment_bytes: about how large a segment is; halved write_buffer_bytes if that is less.
-        write_buffer_bytes: host memory for rows not yet committed and for LMDB's copy of them during a commit. Each group
-            needs room for one segment all the same.
+        segment_bytes: about how large a segment is; half of write_buffer_bytes if that is less.
+        write_buffer_bytes: host memory for rows not yet committed and for LMDB's copy of them during a commit. Each
+            group needs room for one segment all the same.
         map_size_bytes: greatest size of the data file; address space, not disk.
-        index_shards: parts of the index that grow alone, a power of two; None = by the size of the buffer and of the store.
+        index_shards: parts of the index that grow alone, a power of two; None = by the sizes of buffer and store.
 
     Raises:
         StoreConfigError: a size that makes no sense.

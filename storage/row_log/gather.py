@@ -1,12 +1,13 @@
 """Kernels that move rows: out of segments, into the open segment, out of the index. They run without the GIL.
 
-N ids of a batch. A stored row is 8 bytes of checksum, then its bytes, then zeros up to a multiple of 8 (`stride` in all).
+N ids of a batch. A stored row is 8 bytes of checksum, then its bytes, then zeros up to a multiple of 8 (`stride` in
+all).
 
-Reading happens in two passes over a block of ids, so that the pages of all its rows can be asked for before the first is
-touched: `find_places` takes the first place whose tag fits, `gather` copies the rows whose checksums, keyed by table and id,
-prove that they are whole and the right ones. What is left over, a false tag or damage, goes to `settle`, which compares stored
-ids and tells the two apart. So the common row costs one line of the index and its own bytes, and the block of ids stored in
-its segment is never touched.
+Reading happens in two passes over a block of ids, so that the pages of all its rows can be asked for before the first
+is touched: `find_places` takes the first place whose tag fits, `gather` copies the rows whose checksums, keyed by
+table and id, prove that they are whole and the right ones. What is left over, a false tag or damage, goes to
+`settle`, which compares stored ids and tells the two apart. So the common row costs one line of the index and its own
+bytes, and the block of ids stored in its segment is never touched.
 
 Writing appends to the open segment and changes the index row by row, in the order of the batch. The kernels stop where
 Python must act: at a full segment or a full shard. Called under the store's lock.
@@ -279,9 +280,9 @@ def live_rows(shards: Any, shift: Any, segments: Any, slot: Any, start: Any, tab
 def replay(shards: Any, shift: Any, segments: Any, slot: Any, last_epoch: Any, start: Any) -> Any:
     """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
 
-    Of two versions the one with the newer epoch wins, within a segment the later one; rows with epochs above `last_epoch` are
-    passed over. The order in which segments are replayed does not matter, since tombstones stay in the index until
-    `bury` has seen all segments.
+    Of two versions the one with the newer epoch wins, within a segment the later one; rows with epochs above
+    `last_epoch` are passed over. The order in which segments are replayed does not matter, since tombstones stay in
+    the index until `bury` has seen all segments.
 
     Returns:
         (row to go on at, DONE | SHARD_FULL, the full shard).

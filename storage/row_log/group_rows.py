@@ -1,8 +1,8 @@
 """GroupRows: the rows of one group - its index, its segment table and the segments not yet committed.
 
-Rows become readable when they are appended, durable when the segment they are in is committed. A segment is first `open` (being
-filled), then `sealed` (its bytes final, still in memory), then committed, when its line of the segment table is pointed into the
-memory map and its buffer let go. If a commit fails, sealed segments simply stay.
+Rows become readable when they are appended, durable when the segment they are in is committed. A segment is first
+`open` (being filled), then `sealed` (its bytes final, still in memory), then committed, when its line of the segment
+table is pointed into the memory map and its buffer let go. If a commit fails, sealed segments simply stay.
 
 Owned by the store's lock. This class calls no LMDB and decides nothing about when to commit: the store hands it
 buffers, takes sealed segments and tells it where they were put.
@@ -11,6 +11,7 @@ buffers, takes sealed segments and tells it where they were put.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -57,7 +58,8 @@ _SAMPLE_ROWS = 64
 
 
 @njit(cache=True)
-def _who(segments: NDArray[np.int64], place: np.uint64) -> tuple[int, int]:
+def _who(segments: Any, place: Any) -> Any:
+    """Table number and id stored with a row."""
     return np.int64(stored_table(segments, place)), stored_id(segments, place)
 
 
@@ -142,8 +144,8 @@ class GroupRows:
         at = _first_unknown(tables, self.tables)
         if at < len(tables):
             raise StoreConfigError(
-                f"row {at} of the batch is of table number {tables[at]}, which group {self.group} of {self._where} does not "
-                "hold: open the table first, and pass the group of its TableRef"
+                f"row {at} of the batch is of table number {tables[at]}, which group {self.group} of {self._where} "
+                "does not hold: open the table first, and pass the group of its TableRef"
             )
 
     def append(self, rows: RowIds, data: RowBytes, open_buffer: Callable[[GroupRows], WriteBuffer]) -> None:
@@ -259,7 +261,7 @@ class GroupRows:
                 bury(self.index.table, self.index.shift, self.segments.lines, slot)
 
     def live_block(self, slot: int, start: int) -> tuple[int, tuple[RowIds, RowBytes] | None]:
-        """Live rows of one segment from row `start` on: the row to go on at (-1 = none is left), and some rows, if any."""
+        """Live rows of one segment from row `start` on: the row to go on at (-1 = none is left), and some rows."""
         tables, ids = np.empty(_SCAN_ROWS, np.uint32), np.empty(_SCAN_ROWS, np.int64)
         places = np.empty(_SCAN_ROWS, np.uint64)
         at, n = live_rows(self.index.table, self.index.shift, self.segments.lines, slot, start, tables, ids, places)

@@ -1,13 +1,14 @@
 """RowLog: segments and the state record as values of one LMDB environment. The only file that calls LMDB.
 
-Two databases: `segments` (segment number, 8 bytes big endian -> segment) and `states` (b"store" -> uuid, b"head" -> `State`).
+Two databases: `segments` (segment number, 8 bytes big endian -> segment) and `states` (b"store" -> uuid, b"head" ->
+`State`).
 
 Invariants:
 
 - One commit is one transaction: some new segments, some dead ones deleted, perhaps a new state; all of it or nothing.
 - A segment takes pages of its own (LMDB's overflow pages), so its address stays as long as it lives.
-- Never `writemap` or `map_async`; `readahead=False`, since rows are read at random; every commit is synced. With durability
-  "snapshot" the sync of LMDB's meta page is left to the next commit, except at a flush.
+- Never `writemap` or `map_async`; `readahead=False`, since rows are read at random; every commit is synced. With
+  durability "snapshot" the sync of LMDB's meta page is left to the next commit, except at a flush.
 - Every error of LMDB becomes one of ours here.
 
 Not thread safe; the store's lock guards it. It knows nothing of ids and of what rows hold.

@@ -1,7 +1,8 @@
 """manifest.json: what a store is, and which tables it holds. Its presence is what makes a directory a store.
 
-It is written to a temporary file, fsynced, renamed over the old one, and the directory fsynced: there is always a whole one,
-the old or the new. It is written last when a store is created, so that a directory without it never held a row of ours.
+It is written to a temporary file, fsynced, renamed over the old one, and the directory fsynced: there is always a
+whole one, the old or the new. It is written last when a store is created, so that a directory without it never held a
+row of ours.
 """
 
 from __future__ import annotations

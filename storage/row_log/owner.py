@@ -1,9 +1,9 @@
 """One writer a store: an exclusive `flock` on the owner file and on the data file, held as long as the store is open.
 
-The owner file says who holds it, for the message to a second writer. The data file is locked as well so that a hard link to it
-in another directory does not get round the lock. A lock dies with its process, so nothing has to be cleaned up after
-a kill. A forked child inherits the descriptors; `let_go` closes them there, so that the child does not keep the lock
-when its parent has gone.
+The owner file says who holds it, for the message to a second writer. The data file is locked as well so that a hard
+link to it in another directory does not get round the lock. A lock dies with its process, so nothing has to be
+cleaned up after a kill. A forked child inherits the descriptors; `let_go` closes them there, so that the child does
+not keep the lock when its parent has gone.
 
 `flock` works between containers that share a file system; over NFS it depends on the mount.
 """

@@ -1,8 +1,8 @@
 """Places: where a row lies, and the table of segments that turns a place into addresses.
 
-A place is 40 bits: 24 bits of slot (which segment) and 16 bits of row within it. Slots are numbered from 1 and given out
-again once their segment is gone; place 0 is nowhere. A `SegmentTable` has one line of 64 bytes a slot, so that following a place
-costs one cache line before the row's own:
+A place is 40 bits: 24 bits of slot (which segment) and 16 bits of row within it. Slots are numbered from 1 and given
+out again once their segment is gone; place 0 is nowhere. A `SegmentTable` has one line of 64 bytes a slot, so that
+following a place costs one cache line before the row's own:
 
     ROWS    address of row 0            COUNT   rows | tombstones << 32
     IDS     address of the ids          LIVE    rows that the index points to
@@ -10,8 +10,9 @@ costs one cache line before the row's own:
     WIDTHS  bytes of a table code | bytes of an epoch << 8 | bytes of flags << 16 | tables << 32
                                         EPOCH   first epoch, to which stored epochs are added
 
-While a segment is being filled its ids and table numbers lie in the write buffer (code width 4: the numbers themselves);
-once it is committed all addresses point into LMDB's memory map, where a segment stays put as long as it lives.
+While a segment is being filled its ids and table numbers lie in the write buffer (code width 4: the numbers
+themselves); once it is committed all addresses point into LMDB's memory map, where a segment stays put as long as it
+lives.
 
 Owned by the store's lock: kernels read and change the lines only during a verb.
 """

@@ -1,8 +1,8 @@
 """Reader: a store open for reading follows what the writer commits.
 
-Every verb runs inside a short LMDB read transaction: first the index catches up with the segments that were committed since the last
-verb, then rows are looked up and copied, then the transaction ends. So a reader sees whole commits (with durability "snapshot",
-whole states), never loses an address under its hands, and pins no page between verbs.
+Every verb runs inside a short LMDB read transaction: first the index catches up with the segments that were committed
+since the last verb, then rows are looked up and copied, then the transaction ends. So a reader sees whole commits
+(with durability "snapshot", whole states), never loses an address under its hands, and pins no page between verbs.
 
 Catching up replays new segments only. It starts over when that would not be enough: a segment with live rows is gone
 (the writer went back to an earlier state), or a new one holds rows moved from elsewhere.

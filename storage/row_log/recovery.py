@@ -1,8 +1,8 @@
 """Opening a log: segments are verified, adopted and replayed, and the index is what results.
 
-Of each id the newest epoch wins and tombstones hide what is older, whatever the order of the segments, so a crash at any point
-leaves nothing to repair: what was committed is there and nothing else. A state's rows are those with epochs up to its own;
-later ones are passed over and reported, so that a store with durability "snapshot" can discard them.
+Of each id the newest epoch wins and tombstones hide what is older, whatever the order of the segments, so a crash at
+any point leaves nothing to repair: what was committed is there and nothing else. A state's rows are those with epochs
+up to its own; later ones are passed over and reported, so that a store with durability "snapshot" can discard them.
 
 The same function lets a reader follow a writer: segments already known are left alone.
 """

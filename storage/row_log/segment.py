@@ -1,7 +1,7 @@
 """A segment as bytes: header, block of ids, rows. `docs/formats.md` describes every one of them.
 
-This module packs and unpacks; it opens no file and knows no store. All numbers are little endian. A segment is immutable once it
-is sealed.
+This module packs and unpacks; it opens no file and knows no store. All numbers are little endian. A segment is
+immutable once it is sealed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class SegmentHeader:
         group, rows, tombstones: of which group; rows of both kinds; how many are tombstones.
         row_bytes, stride: bytes of a row as put; stored, with checksum and padding.
         tables: table numbers in the dictionary, 0 if the codes are the numbers themselves.
-        code_bytes, epoch_bytes, flag_bytes: width of a row's table code, epoch (less first_epoch) and flags; 0 = left out.
+        code_bytes, epoch_bytes, flag_bytes: widths of a row's table code, epoch (less first_epoch) and flags; 0 = none.
         packing: how rows are packed; only RAW_ROWS exists.
-        number: the segment's number in the store, its key in LMDB.
+        number: the segment's number in the store, under which LMDB has it.
         first_epoch, last_epoch: least and greatest epoch of its rows.
-        ids_at, rows_at, size: where the ids and the rows begin, and the bytes of the whole value.
+        ids_at, rows_at, size: where the ids and the rows begin, and the bytes of the whole segment.
         store: the store's uuid.
         ids_checksum: of bytes ids_at to rows_at.
     """
@@ -132,11 +132,13 @@ def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> N
     """Refuse a whole header that does not describe this value or that this version cannot read."""
     if header.version != VERSION or header.packing != RAW_ROWS:
         raise CorruptSegmentError(
-            f"{what} has version {header.version} and row packing {header.packing}: this program reads {VERSION} and {RAW_ROWS}"
+            f"{what} has version {header.version} and row packing {header.packing}: "
+            f"this program reads version {VERSION} and packing {RAW_ROWS}"
         )
     if header.number != number or header.size != size:
         raise CorruptSegmentError(
-            f"{what} with {size} bytes says it is segment {header.number} with {header.size}: it is another segment or cut short"
+            f"{what} has {size} bytes and says it is segment {header.number} of {header.size} bytes: "
+            "it is another segment, or cut short"
         )
     fits = (
         header.ids_at == HEADER_BYTES

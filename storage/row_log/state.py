@@ -1,7 +1,7 @@
 """A complete state: what a flush promised. One record in LMDB, replaced in the same transaction as its last segments.
 
-The state consists of every row with an epoch up to `epoch`. A store with durability "snapshot" opens at it; the note is the
-caller's own (an optimizer's step, a loader's position) and can never differ from the rows it was written with.
+The state consists of every row with an epoch up to `epoch`. A store with durability "snapshot" opens at it; the note
+is the caller's own (an optimizer's step, a loader's position) and can never differ from the rows it was written with.
 """
 
 from __future__ import annotations

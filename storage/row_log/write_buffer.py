@@ -1,8 +1,8 @@
 """WriteBuffer: the segment being filled, in host memory, readable at once and sealed later.
 
-Rows are written where they will stay in the finished segment; ids, table numbers and flags go to arrays beside it until their
-packed size is known. Sealing then packs them right in front of the rows, so that no row moves and the addresses in the
-segment table stay good until the commit replaces them.
+Rows are written where they will stay in the finished segment; ids, table numbers and flags go to arrays beside it
+until their packed size is known. Sealing then packs them right in front of the rows, so that no row moves and the
+addresses in the segment table stay good until the commit replaces them.
 
 Owned by the store's lock; the kernels of `gather.py` write through the addresses in the segment table.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.row_log.hashing import checksum
 from storage.row_log.places import CODES, COUNT, EPOCH, IDS, MAX_SEGMENT_ROWS, NUMBER, ROWS, WIDTHS, SegmentTable
 from storage.row_log.segment import (
     HEADER_BYTES,
@@ -19,7 +20,6 @@ from storage.row_log.segment import (
     VERSION,
     SegmentHeader,
     align8,
-    checksum,
     pack_tables,
     stride_of,
 )
@@ -47,7 +47,7 @@ class WriteBuffer:
         segments: the group's segment table; a slot is taken for the life of the segment.
         number: the segment's number, the epoch of all its rows.
         row_bytes, segment_bytes: bytes of a row and, about, of the segment.
-        page_bytes: LMDB's page; a sealed segment takes at least one, so that LMDB gives it pages of its own and it never moves.
+        page_bytes: of LMDB. A sealed segment takes at least one page, so that it gets pages of its own and never moves.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Writer: when rows become durable - group commit, complete states, deletion of dead segments.
 
-The order that keeps every promise (design, section 4): new segments are committed, then their addresses published, and segments
-that were dead at a flush are deleted in a later commit. A state therefore never lacks a segment, and whatever
-transaction was the last one that reached the disk, opening finds that state.
+The order that keeps every promise (design, section 4): new segments are committed, then their addresses published,
+and segments that were dead at a flush are deleted in a later commit. A state therefore never lacks a segment, and
+whatever transaction was the last one that reached the disk, opening finds that state.
 
-After StoreFullError everything stays in memory and the next commit tries again. After any other failure the disk cannot be believed:
-the writer keeps the error and refuses every later write until the store is reopened.
+After StoreFullError everything stays in memory and the next commit tries again. After any other failure the disk
+cannot be believed: the writer keeps the error and refuses every later write until the store is reopened.
 
-Numbers: segments are numbered as they are opened, one counter a store. A row's epoch is the number of the segment it was
-first written in, so epochs order all changes of a store; a state's epoch is the last number given out.
+Numbers: segments are numbered as they are opened, one counter a store. A row's epoch is the number of the segment it
+was first written in, so epochs order all changes of a store; a state's epoch is the last number given out.
 
 Owned by the store's lock.
 """
