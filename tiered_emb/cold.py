@@ -1,9 +1,9 @@
 """ColdRows: the rows of a group that no tier holds - in the Store, not yet taken by it, or never stored.
 
-A read finds each row in its authoritative place: ``unwritten`` (rows that a failing Store refused), else the Store, else
-the table's initializer with zero optimizer state. A write that the Store refuses is kept in ``unwritten``: readable, in
-memory beyond the budget, and handed over before anything else is written. So a full disk stops training with an error and
-loses nothing.
+A read finds each row in its authoritative place: ``unwritten`` (rows that a failing Store refused), else the Store,
+else the table's initializer with zero optimizer state. A write that the Store refuses is kept in ``unwritten``:
+readable, in memory beyond the budget, and handed over before anything else is written. So a full disk stops training
+with an error and loses nothing.
 
 One thread at a time. It does not know tiers, slots or plans.
 
@@ -83,7 +83,7 @@ class ColdRows:
         return None
 
     def retry(self) -> None:
-        """Hand over what the Store refused. Raises StoreFullError or StoreIOError if it still does; then all is kept."""
+        """Hand over what the Store refused. Raises what the Store raises if it still does; then all is kept."""
         if self.unwritten:
             for rows, data in list(self._kept.scan(self._kept_group)):
                 self._store.put(RowIds(self._group, rows.tables, rows.ids), data)

@@ -1,13 +1,13 @@
 """Engine: one open Store, the table groups over it, and the budgets they share.
 
-Modules that name the same path share one engine. It decides how many rows each tier may hold: ``ddr_bytes`` covers, for all
-groups together, the slabs and directories in host memory, the Store's index and buffers, and the rows being moved; the HBM
-tier's directory lies in host memory and counts there too. ``hbm_bytes`` covers the slabs on the device. Both are hard:
-before a batch is planned, the engine adds up what it stages and what the Store may grow by, and lowers the host tiers'
-capacity until the sum fits. Groups share a budget by the bytes of one row of each of their tables.
+Modules that name the same path share one engine. It decides how many rows each tier may hold: ``ddr_bytes`` covers, for
+all groups together, the slabs and directories in host memory, the Store's index and buffers, and the rows being moved;
+the HBM tier's directory lies in host memory and counts there too. ``hbm_bytes`` covers the slabs on the device. Both
+are hard: before a batch is planned, the engine adds up what it stages and what the Store may grow by, and lowers the
+host tiers' capacity until the sum fits. Groups share a budget by the bytes of one row of each of their tables.
 
-Not covered: a batch's own ids, outputs and gradients, a ``MemoryStore`` (its rows are the user's choice), rows a full disk
-has refused, and pages of the Store's file that the system caches.
+Not covered: a batch's own ids, outputs and gradients, a ``MemoryStore`` (its rows are the user's choice), rows a full
+disk has refused, and pages of the Store's file that the system caches.
 
 One thread at a time, the one that plans.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from storage.errors import StorageError
+from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema
 from storage.store import Store, TableRef
@@ -37,6 +38,8 @@ from tiered_emb.plan import Ids, Rows
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.workers import WorkerPool
 
+_LEAST_BUFFER_BYTES = 1 << 15  # a Store's write buffer is a sixteenth of the host budget, within these
+_MOST_BUFFER_BYTES = 1 << 24
 _ENGINES: dict[str | int, Engine] = {}
 
 
@@ -145,10 +148,7 @@ class Engine:
 
     def host_bytes(self) -> int:
         """What is charged to ``ddr_bytes`` now."""
-        store = self.store.stats().memory_bytes if self._counts_store else 0
-        return (
-            store + sum(_host_bytes(tier) for tier in self._tiers()) + sum(g.staged_bytes for g in self.groups.values())
-        )
+        return self._charged_bytes(0, None)
 
     def stats(self) -> EngineStats:
         """All tiers of all groups, by name, and the Store."""
@@ -221,8 +221,9 @@ class Engine:
     def _host_too_small(self, schema: RowSchema, spare: int) -> TierCapacityError:
         one = Directory.bytes_for(1, self.config.policy) + schema.row_bytes + 1
         return TierCapacityError(
-            f"ddr_bytes is {self.config.ddr_budget_bytes}, of which {max(0, spare)} are left for rows of {schema.row_bytes} "
-            f"bytes: not one fits; use at least {self.config.ddr_budget_bytes - spare + one} bytes, or 0 for no DDR tier"
+            f"ddr_bytes is {self.config.ddr_budget_bytes}, of which {max(0, spare)} are left for rows of "
+            f"{schema.row_bytes} bytes: not one fits; use at least {self.config.ddr_budget_bytes - spare + one} bytes, "
+            f"or 0 for no DDR tier"
         )
 
     def _divide(self) -> None:
@@ -237,16 +238,18 @@ class Engine:
             least = self._least_bytes(None, 1)
             self._share_host(self._host_room(0, None) - sum(least.values()), least)
 
+    def _charged_bytes(self, missing: int, group: TableGroup | None) -> int:
+        """Host memory once ``group`` moves ``missing`` rows and the Store takes as many new ones: an upper bound."""
+        rows = sum(_host_bytes(tier) for tier in self._tiers())
+        moving = sum(one.staging_bytes(missing if one is group else 0) for one in self.groups.values())
+        return rows + moving + (self.store.memory_after(missing) if self._counts_store else 0)
+
     def _spare_bytes(self, missing: int, group: TableGroup | None) -> int:
-        """Budget left for host memory once ``group`` stages ``missing`` rows and the Store takes as many new ones."""
-        used = self.store.memory_after(missing) if self._counts_store else 0
-        for tier in self._tiers():
-            used += _host_bytes(tier)
-        for one in self.groups.values():
-            used += max(one.staged_bytes, one.staging_bytes(missing) if one is group else 0)
-        if used <= self.config.ddr_budget_bytes:
-            self._peak_bytes = max(self._peak_bytes, used)
-        return self.config.ddr_budget_bytes - used
+        """Budget for host memory that is left then; negative if the budget would not hold."""
+        charged = self._charged_bytes(missing, group)
+        if charged <= self.config.ddr_budget_bytes:
+            self._peak_bytes = max(self._peak_bytes, charged)
+        return self.config.ddr_budget_bytes - charged
 
     def _make_room(self, group: TableGroup, missing: int, unique: int) -> bool:
         """Fit a batch of ``group`` into the host budget; whether a tier had to shrink.
@@ -259,9 +262,10 @@ class Engine:
         spare = room - sum(least.values())
         if spare < 0:
             raise TierCapacityError(
-                f"a batch of {unique} distinct rows of {group.schema.row_bytes} bytes, {missing} of them to be brought in, "
-                f"needs {self.config.ddr_budget_bytes - spare} bytes of host memory with the bookkeeping and the store's "
-                f"index, but ddr_bytes is {self.config.ddr_budget_bytes}: raise it to at least that or use smaller batches"
+                f"a batch of {unique} distinct rows of {group.schema.row_bytes} bytes, {missing} of them to be brought "
+                f"in, needs {self.config.ddr_budget_bytes - spare} bytes of host memory with the bookkeeping and the "
+                f"store's index, but ddr_bytes is {self.config.ddr_budget_bytes}: raise it to at least that or use "
+                f"smaller batches"
             )
         self._share_host(spare - spare // 8, least)  # an eighth to spare: the next batches find room
         return True
@@ -293,8 +297,8 @@ class Engine:
         group.release_dropped()
         if tier.directory.pinned_rows:
             raise TierCapacityError(
-                f"the {tier.name} tier must give up rows for the store's index, but {tier.directory.pinned_rows} rows are "
-                f"held by forwards whose backward pass has not run: raise {tier.name}_bytes, or finish those first"
+                f"the {tier.name} tier must give up rows for the store's index, but {tier.directory.pinned_rows} rows "
+                f"are held by forwards whose backward pass has not run: raise {tier.name}_bytes, or finish those first"
             )
         group.shrink(tier, capacity_rows)
 
@@ -330,10 +334,8 @@ def _open_store(config: TierConfig) -> tuple[Store, bool]:
         return MemoryStore(), True
     if not isinstance(config.store, str | os.PathLike):
         return config.store, False
-    buffer = max(1 << 14, min(1 << 20, config.ddr_budget_bytes // 32 if config.ddr_budget_bytes else 1 << 18))
-    from storage.lmdb_store import LmdbStore, StoreConfig
-
-    sizes = StoreConfig(segment_bytes=buffer, write_buffer_bytes=buffer)
+    buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
+    sizes = StoreConfig(segment_bytes=min(1 << 20, buffer // 2), write_buffer_bytes=buffer)
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True
 
 

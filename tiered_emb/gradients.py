@@ -1,8 +1,9 @@
 """From the gradient of pooled outputs to changed rows.
 
-The gradients of one row are summed in forward order - features, bags, ids as the batch lists them, several forwards in the
-order they were made - in float32 from zero, and the row rule is applied once to the sum. That order is part of the result:
-workers, tiers and lookahead do not change it, because a row's sum is made by one worker from one list of positions.
+The gradients of one row are summed in forward order - features, bags, ids as the batch lists them, several forwards in
+the order they were made - in float32 from zero, and the row rule is applied once to the sum. That order is part of the
+result: workers, tiers and lookahead do not change it, because a row's sum is made by one worker from one list of
+positions.
 
 Shapes: N ids, U unique ids, B bags, D dimension.
 """

@@ -10,14 +10,15 @@
     group.update(uses, rule, step)                      sum by row in forward order, apply the row rule
     group.release(plan)                                 unpin
 
-The group is the only one that knows all tiers and the Store, and the only one that moves rows between them. One top tier
-is worked on; a lower tier, where there is one, takes the top's victims and hands rows back up. Invariants:
+The group is the only one that knows all tiers and the Store, and the only one that moves rows between them. One top
+tier is worked on; a lower tier, where there is one, takes the top's victims and hands rows back up. Invariants:
 
 - A slot pinned by a live plan is never a victim, and never moves.
 - A row has one authoritative place: the top tier, else the lower tier, else :mod:`tiered_emb.cold`.
   A row that moves up leaves the lower tier; ``dirty`` (differs from the Store's) moves with it.
 - ``init`` is pure, so a row that was never updated is dropped, not written.
-- Bad input and a batch that does not fit are refused before anything changes. A read that fails takes back the slots that
+- Bad input and a batch that does not fit are refused before anything changes. A read that fails takes back the slots
+that
   were planned for its rows; a row that the Store refuses stays readable and is written once there is room.
 
 All verbs belong to one thread at a time; :mod:`tiered_emb.engine` owns budgets and the Store's life.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
 
 MOVE_BYTES = 1 << 18  # rows move between tiers through a buffer of about this size
+_VICTIM_BYTES = 32  # a Directory's arrays of victims, which grow by doubling: 16 bytes each
 
 
 class TableGroup:
@@ -74,6 +77,7 @@ class TableGroup:
         self._scratch = Scratch()  # of a batch's positions
         self._staging = Scratch()  # of rows on the move; counts against the host budget
         self._plans = 0
+        self._most_missing = 0
         self._dropped: deque[Slots] = deque()
 
     @property
@@ -96,14 +100,10 @@ class TableGroup:
         """D + K: floats of a whole row."""
         return self.schema.row_bytes // 4
 
-    @property
-    def staged_bytes(self) -> int:
-        """Host memory of the buffers that rows move through, now."""
-        return self._staging.memory_bytes
-
     def staging_bytes(self, missing: int) -> int:
-        """Host memory to move ``missing`` rows in, and as many out, of the top tier."""
-        return (missing + self._move_rows) * self.schema.row_bytes
+        """Most host memory that moving rows takes once a batch that misses ``missing`` rows has been planned."""
+        most = max(missing, self._most_missing)
+        return (most + self._move_rows) * self.schema.row_bytes + most * _VICTIM_BYTES * len(self.tiers)
 
     @property
     def _move_rows(self) -> int:
@@ -275,6 +275,7 @@ class TableGroup:
             found = self.top.directory.find(batch.tables, batch.ids, slots)
             missing = np.flatnonzero(slots < 0).astype(np.int32) if found < len(slots) else np.empty(0, np.int32)
             if not self.make_room(len(missing), len(slots)):
+                self._most_missing = max(self._most_missing, len(missing))
                 return slots, missing
 
     def _admit(self, batch: IdBatch, slots: Slots, missing: Slots) -> Plan:
@@ -364,14 +365,13 @@ class TableGroup:
         return error
 
     def _take_back(self, plan: Plan) -> None:
-        """Undo the plan of a batch whose cold rows could not be read: victims leave as planned, rows from the lower tier
+        """Undo the plan of a batch whose cold rows could not be read: victims leave as planned, rows from the lower
+        tier
         are kept, and the slots meant for the cold rows are free again."""
         from_lower = len(plan.lower_from)
         rows = self._staging.take("rows", (len(plan.missing), self.row_width), np.float32)
-        try:
+        with suppress(StorageError):  # such rows are kept among the cold ones; the error to report is another
             self._move_victims(plan)
-        except StorageError:
-            pass  # kept among the cold rows; the error that brought us here is the one to report
         self.top.write(plan.slots[plan.missing[:from_lower]], rows[:from_lower])
         self.release(plan)
         self.top.directory.remove(plan.slots[plan.missing[from_lower:]])

@@ -1,4 +1,5 @@
-"""From what a person passes to a module to plain arrays: ids int64, bag ends int64, weights float32; or a clear refusal.
+"""From what a person passes to a module to plain arrays: ids int64, bag ends int64, weights float32; or a clear
+refusal.
 
 Shapes: N ids, B bags, L ids a bag, F features.
 """
@@ -69,9 +70,7 @@ def bag_ends(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offse
         raise InvalidBatchError("ids of one dimension need offsets: the first position of each bag")
     starts = as_ids(offsets, "offsets")
     ends = starts if include_last_offset else np.append(starts, len(ids))
-    check_ends(ends, len(ids), "offsets") if len(starts) or len(ids) else None
-    if include_last_offset and len(starts) == 0:
-        raise InvalidBatchError("offsets are empty; with include_last_offset they end with the number of ids")
+    check_ends(ends, len(ids), "offsets")
     return ends
 
 
@@ -103,7 +102,8 @@ def check_features(batch: JaggedIds, expected: Sequence[str]) -> None:
     if sorted(batch.features) != sorted(expected):
         odd = sorted(set(batch.features) ^ set(expected)) or ["a feature twice"]
         raise InvalidBatchError(
-            f"the batch's features are not those of the tables (look at {', '.join(odd[:5])}); expected {listed(expected)}"
+            f"the batch's features are not those of the tables (look at {', '.join(odd[:5])}); "
+            f"expected {listed(expected)}"
         )
 
 

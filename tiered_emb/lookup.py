@@ -2,11 +2,12 @@
 
 The forward takes a batch down its road and returns pooled rows; the backward records the gradient of that use with the
 module's :class:`Updates`, which applies the row rule once to every table: at the end of the backward pass
-(``update="backward"``), or in ``optimizer.step()`` (``update="step"``). Rows change only then, so that a table used twice in
-one forward is updated once, by the sum of both uses, and gradients of per-sample weights see the rows of the forward.
+(``update="backward"``), or in ``optimizer.step()`` (``update="step"``). Rows change only then, so that a table used
+twice in one forward is updated once, by the sum of both uses, and gradients of per-sample weights see the rows of the
+forward.
 
-Pins end with the update; those of a forward whose graph is dropped end with the graph. A backward over an updated forward
-is an error. A backward pass that fails half-way leaves no trace: its uses are dropped when the next one begins.
+Pins end with the update; those of a forward whose graph is dropped end with the graph. A backward over an updated
+forward is an error. A backward pass that fails half-way leaves no trace: its uses are dropped when the next one begins.
 
 Shapes: N ids, B bags a feature, F features, D dimension.
 """
@@ -178,14 +179,14 @@ class _Pooled(torch.autograd.Function):
         return lookup.group.lookup(plan)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         lookup, plan = ctx.lookup, ctx.plan
         if plan.released:
             raise PlanReleasedError(
-                f"tables {', '.join(sorted({feature.table for feature in lookup.features}))}: a backward pass has already "
-                f"updated and released the rows of this forward; run the forward again, or add the losses and go "
-                f"backward once"
+                f"tables {', '.join(sorted({feature.table for feature in lookup.features}))}: a backward pass has "
+                f"already updated and released the rows of this forward; run the forward again, or add the losses and "
+                f"go backward once"
             )
         weight_grad = lookup.group.weight_gradients(plan, grad) if ctx.needs_input_grad[1] else None
         lookup._updates.record(lookup, plan, grad)

@@ -1,10 +1,11 @@
 """The modules trainers plug in where ``nn.EmbeddingBag``, ``nn.Embedding`` or a collection of bags was.
 
-Rows live in tiers (:mod:`tiered_emb.group`), not in a Parameter: there is no ``.weight``; ``rows`` and ``set_rows`` read and
-write rows by id. The optimizer is given when the module is made, because its state lives in the rows.
+Rows live in tiers (:mod:`tiered_emb.group`), not in a Parameter: there is no ``.weight``; ``rows`` and ``set_rows``
+read and write rows by id. The optimizer is given when the module is made, because its state lives in the rows.
 
-In train mode with gradients enabled a forward admits its rows to the tiers and pins them until they are updated. In eval
-mode or under ``no_grad`` it leaves no trace: nothing is admitted, counted or written, and rows never stored are computed.
+In train mode with gradients enabled a forward admits its rows to the tiers and pins them until they are updated. In
+eval mode or under ``no_grad`` it leaves no trace: nothing is admitted, counted or written, and rows never stored are
+computed.
 
 One thread at a time uses the modules of one store.
 
@@ -83,7 +84,7 @@ class TieredEmbeddingBagCollection(TieredTables):
         check_ends(ends, len(ids), "the batch")
         if (len(ends) - 1) % len(batch.features):
             raise InvalidBatchError(f"{len(ends) - 1} bags do not divide over {len(batch.features)} features")
-        pooled = {}
+        pooled: dict[str, torch.Tensor] = {}
         for lookup in self._lookups:
             names = [feature.name for feature in lookup.features]
             out = self._to_device(lookup(*select(batch, ids, ends, names), self.training))
@@ -141,7 +142,7 @@ class _OneTable(TieredTables):
         return self._rows(self.tables[0], ids)
 
     def set_rows(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace rows ``ids`` (N,) by ``values`` (N, D) and reset their optimizer state; the last of equal ids wins."""
+        """Replace rows ``ids`` (N,) by ``values`` (N, D) with zero optimizer state; the last of equal ids wins."""
         self._set_rows(self.tables[0], ids, values)
 
     def _start_from(self, weight: torch.Tensor) -> None:

@@ -1,11 +1,11 @@
 """A tier: a Directory that knows which row lies in which slot, and the slab of rows itself on one device.
 
-Passive: it moves nothing by itself and knows no other tier (:mod:`tiered_emb.group` coordinates). One thread plans on the
-Directory; row work may come from any thread as long as the slots it touches are pinned or planned.
+Passive: it moves nothing by itself and knows no other tier (:mod:`tiered_emb.group` coordinates). One thread plans on
+the Directory; row work may come from any thread as long as the slots it touches are pinned or planned.
 
-A host slab is anonymous memory reserved for the largest capacity the tier may ever get; pages cost nothing until a row is
-written, and are given back to the system when the tier shrinks. Weight and optimizer state lie in two arrays so that a
-64-float weight row covers whole cache lines.
+A host slab is anonymous memory reserved for the largest capacity the tier may ever get; pages cost nothing until a row
+is written, and are given back to the system when the tier shrinks. Weight and optimizer state lie in two arrays so that
+a 64-float weight row covers whole cache lines.
 
 Shapes: S slots, D dimension, K state width, N rows.
 """
@@ -87,8 +87,8 @@ class Tier:
 
     @property
     def directory_bytes(self) -> int:
-        """Host memory of the bookkeeping."""
-        return self.directory.memory_bytes + self.capacity_rows * self.dirty.itemsize
+        """Most host memory of the bookkeeping, its victims' arrays left out."""
+        return Directory.bytes_for(self.capacity_rows, self.directory.policy_name) + self.capacity_rows
 
     @property
     def slab_bytes(self) -> int:

@@ -38,7 +38,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._row_rule = replace(self._row_rule, lr=lr)  # type: ignore[type-var]
         return self._row_rule
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the rule once to the rows of all backward passes since the last step; returns the closure's loss."""
         loss = None
         if closure is not None:
