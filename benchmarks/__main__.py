@@ -1,0 +1,32 @@
+"""``python -m benchmarks NAME``: answer one question; without NAME, list them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+NAMES = ("hot_path",)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure one question and print its report; with ``--json -`` the last line is one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    modules = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
+    for name, module in modules.items():
+        command = commands.add_parser(name, help=module.QUESTION, description=module.QUESTION)
+        command.add_argument(
+            "--json", metavar="FILE|-", help="write the figures to FILE, or as the last line to stdout"
+        )
+        module.add_options(command)
+    options = parser.parse_args(arguments)
+    report = modules[options.name].measure(options)
+    report.show()
+    if options.json:
+        report.write_json(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

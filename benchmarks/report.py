@@ -1,0 +1,78 @@
+"""What a measurement says: a table for people and a flat JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+Figure = float | int | str | None | list["Figure"] | dict[str, "Figure"]
+
+
+@dataclass
+class Report:
+    """The answer to one question.
+
+    Attributes:
+        title: one line above the table.
+        columns: the table's headings; the first column is text, the others are numbers.
+        lines: the table's lines.
+        figures: what ``--json`` gives; null (None) for what could not be measured.
+        notes: shown under the table: reasons for nulls, what a figure does not cover.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    lines: list[tuple[str, ...]] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Print the table and the notes."""
+        table = Table(title=self.title, title_justify="left")
+        for number, name in enumerate(self.columns):
+            table.add_column(name, justify="left" if number == 0 else "right")
+        for line in self.lines:
+            table.add_row(*line)
+        console = Console()
+        console.print(table)
+        for note in self.notes:
+            console.print(note, highlight=False)
+
+    def write_json(self, target: str) -> None:
+        """Write the figures and the machine to the file ``target``, or to stdout as one line if it is ``-``."""
+        figures = {**self.figures, "machine": machine()}
+        if target == "-":
+            sys.stdout.flush()
+            print(json.dumps(figures), flush=True)
+        else:
+            Path(target).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def machine() -> dict[str, Figure]:
+    """The processor and the versions that the figures belong to."""
+    import numba
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
