@@ -41,7 +41,7 @@ def test_the_click_workload_is_the_issues() -> None:
     workload = click_batches(4_000_000, 64, batches=2)
     assert workload.ids_a_step == 4096 * 26
     assert 0.18 < workload.unique_share < 0.21
-    assert all(0 <= int(ids.min()) and int(ids.max()) < 4_000_000 for ids in workload.batches)
+    assert all(int(ids.min()) >= 0 and int(ids.max()) < 4_000_000 for ids in workload.batches)
     assert torch.equal(workload.batch(0), workload.batch(2))
 
 
