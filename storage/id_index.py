@@ -9,8 +9,8 @@ What follows from that:
 
 - An entry holds every bit of the hash that its shard uses. Growing a shard or closing the gap of a removed entry never
   reads an id back from the log, which may be cold: a shard of 64 k rows grows in well under a millisecond.
-- A shard grows alone, by a quarter, at a load of 0.8. Shards begin with sizes that differ by up to a quarter, so that
-  they do not grow at the same moment. Loads lie between 0.64 and 0.8: 10 to 12.5 bytes a row, plus one shard during
+- A shard grows alone, by a quarter, at a load of 0.8. Their sizes differ by up to a quarter, so that they do not
+  grow at the same moment. Loads lie between 0.64 and 0.8: 10 to 12.5 bytes a row, plus one shard during
   its growth.
 - A tag is no proof. Readers prove a row by its checksum, which is keyed by table and id, and fall back on the ids
   stored in the segment; writers always compare the stored id and table, so that no id ever takes another's entry.
@@ -26,6 +26,7 @@ store's lock. The index knows nothing of LMDB and nothing of what rows hold.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,7 @@ class IdIndex:
         self.table: NDArray[np.int64] = np.zeros((shards, 4), np.int64)
         self.shift = np.uint64(64 - (shards.bit_length() - 1))
         self._entries: list[NDArray[np.uint64] | None] = [None] * shards
-        self._first = np.ceil(_FIRST_CAPACITY * 1.25 ** (np.arange(shards) / shards)).astype(np.int64)
+        self._level = np.arange(shards) / shards - 1  # of growth: whole steps so far, and what sets shards apart
 
     @property
     def rows(self) -> int:
@@ -205,13 +206,13 @@ class IdIndex:
     def memory_bytes(self) -> int:
         """Host memory held."""
         arrays = int(np.count_nonzero(self.table[:, CAPACITY]))
-        fixed = self.table.nbytes + self._first.nbytes + 8 * len(self._entries)
+        fixed = self.table.nbytes + self._level.nbytes + 8 * len(self._entries)
         return 8 * int(self.table[:, CAPACITY].sum()) + arrays * _ARRAY_OVERHEAD + fixed
 
     def grow(self, shard: int) -> None:
         """Make room in one shard."""
-        capacity = int(self.table[shard, CAPACITY])
-        entries = np.zeros(capacity + capacity // 4 if capacity else int(self._first[shard]), np.uint64)
+        self._level[shard] += 1
+        entries = np.zeros(_capacity(float(self._level[shard])), np.uint64)
         old = self._entries[shard]
         if old is not None:
             _move_entries(old, entries)
@@ -249,5 +250,8 @@ class IdIndex:
         return int(jumps[order[:pushed]].sum()) + 8 * int(grown.max())
 
     def _next_capacities(self) -> NDArray[np.int64]:
-        capacity = self.table[:, CAPACITY]
-        return np.where(capacity == 0, self._first, capacity + capacity // 4)
+        return np.array([_capacity(level + 1) for level in self._level.tolist()])
+
+
+def _capacity(level: float) -> int:
+    return math.ceil(_FIRST_CAPACITY * math.pow(1.25, level))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,7 +167,8 @@ class RowLog:
             StoreFullError, StoreIOError, CorruptSegmentError: as the module's docstring says.
         """
         self._check_present()
-        with self._translated("written"), self._env.begin(write=True) as txn:
+        needed = sum(len(segment) for _, segment in what.segments)
+        with self._translated("written", needed), self._env.begin(write=True) as txn:
             for number, segment in what.segments:
                 txn.put(number.to_bytes(8, "big"), segment, db=self._segments)
             for number in what.deletes:
@@ -195,22 +197,32 @@ class RowLog:
         self._env.close()
 
     @contextmanager
-    def _translated(self, verb: str) -> Iterator[None]:
+    def _translated(self, verb: str, needed: int = 0) -> Iterator[None]:
         try:
             yield
         except lmdb.Error as error:
-            raise _translate(error, f"{self._where} could not be {verb}: {error}") from error
+            message = f"{self._where} could not be {verb}: {error}"
+            if os.strerror(errno.EIO) in str(error) and self._has_no_room(needed):
+                raise StoreFullError(f"{message}; free space on its disk") from error
+            raise _translate(error, message) from error
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             raise StoreIOError(f"{self._where} could not be {verb}: {error}") from error
+
+    def _has_no_room(self, needed: int) -> bool:
+        """Whether so many bytes more do not fit: LMDB reports a write that was cut short by that as an I/O error."""
+        disk = os.statvfs(self._data.parent)
+        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        size = self._data.stat().st_size
+        return disk.f_bavail * disk.f_frsize < needed or (largest != resource.RLIM_INFINITY and size + needed > largest)
 
 
 def _translate(error: lmdb.Error, message: str) -> StorageError:
     text = str(error)
     if isinstance(error, lmdb.MapFullError):
         return StoreFullError(f"{message}; raise StoreConfig.map_size_bytes")
-    if any(full in text for full in _FULL_TEXTS):
+    if isinstance(error, lmdb.DiskError) or any(full in text for full in _FULL_TEXTS):
         return StoreFullError(f"{message}; free space on its disk")
     if isinstance(error, _DAMAGED):
         return CorruptSegmentError(f"{message}; the data file is damaged, restore it from a copy")
