@@ -85,9 +85,10 @@ def test_when_an_error_is_raised_no_part_is_running() -> None:
         may_end.wait(60)
         ended.append(first)
 
-    with WorkerPool(2) as pool, pytest.raises(ValueError, match="ours"):
-        pool.run(part, 2)
-    assert len(ended) == 1
+    with WorkerPool(2) as pool:
+        with pytest.raises(ValueError, match="ours"):
+            pool.run(part, 2)
+        assert len(ended) == 1  # before close(), which waits too
 
 
 def test_run_inside_run() -> None:
