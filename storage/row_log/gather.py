@@ -57,7 +57,8 @@ _TOMBSTONE_STEP = np.int64(1) << 32
 
 
 @njit(inline="always")
-def _prefetch_row(address: Any, stride: Any) -> None:
+def prefetch_row(address: Any, stride: Any) -> None:
+    """Ask for the lines of a stored row of `stride` bytes."""
     line = address
     end = address + (stride if stride < _PREFETCH_BYTES else np.uint64(_PREFETCH_BYTES))
     while line < end:
@@ -67,7 +68,8 @@ def _prefetch_row(address: Any, stride: Any) -> None:
 
 
 @njit(inline="always")
-def _row_address(segments: Any, place: Any, stride: Any) -> Any:
+def row_address(segments: Any, place: Any, stride: Any) -> Any:
+    """Where the row at a place is stored."""
     return np.uint64(segments[slot_of(place), ROWS]) + row_of(place) * stride
 
 
@@ -99,10 +101,10 @@ def gather(
     suspects = 0
     for i in range(n):
         if i + _ROW_AHEAD < n and places[i + _ROW_AHEAD] != _0:
-            _prefetch_row(_row_address(segments, places[i + _ROW_AHEAD], stride), stride)
+            prefetch_row(row_address(segments, places[i + _ROW_AHEAD], stride), stride)
         found[i] = False
         if places[i] != _0:
-            row = _row_address(segments, places[i], stride)
+            row = row_address(segments, places[i], stride)
             if load64(row) == xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])):
                 copy_bytes(out + np.uint64(i) * out_step, row + _8, width)
                 found[i] = True
@@ -138,32 +140,30 @@ def settle(
         position = seek(shards, shift, hash, segments, tables[i], ids[i])
         if position >= 0:
             place = place_of(shards, shift, hash, position)
-            row = _row_address(segments, place, stride)
+            row = row_address(segments, place, stride)
             if load64(row) != xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])):
                 return place
             copy_bytes(out + np.uint64(i) * out_step, row + _8, width)
             found[i] = True
         else:
             other = row_seed(np.uint32(stored_table(segments, places[i])), stored_id(segments, places[i]))
-            row = _row_address(segments, places[i], stride)
+            row = row_address(segments, places[i], stride)
             if load64(row) != xxh64(row + _8, stride - _8, other):
                 return places[i]
     return _0
 
 
 @njit(inline="always")
-def _ask_for_entry(shards: Any, shift: Any, segments: Any, tables: Any, ids: Any, i: Any) -> None:
-    """Prefetch what a change of row i's id will touch: its entry, then the stored id that the entry leads to."""
-    if i + _INDEX_AHEAD < len(ids):
-        prefetch(home_address(shards, shift, mix(tables[i + _INDEX_AHEAD], ids[i + _INDEX_AHEAD])))
-    if i + _ID_AHEAD < len(ids):
-        place = first_match(shards, shift, mix(tables[i + _ID_AHEAD], ids[i + _ID_AHEAD]))
-        if place != _0:
-            prefetch(np.uint64(segments[slot_of(place), IDS]) + row_of(place) * _8)
+def _ask_for_id(segments: Any, places: Any, i: Any) -> None:
+    """Prefetch the stored id with which a row some way ahead will be compared."""
+    if i + _ID_AHEAD < len(places) and places[i + _ID_AHEAD] != _0:
+        place = places[i + _ID_AHEAD]
+        prefetch(np.uint64(segments[slot_of(place), IDS]) + row_of(place) * _8)
 
 
 @njit(inline="always")
-def _write_ids(segments: Any, slot: Any, row: Any, table: Any, id: Any) -> None:
+def write_ids(segments: Any, slot: Any, row: Any, table: Any, id: Any) -> None:
+    """Store a row's id and table number, the latter in the 4 bytes of a segment that is being filled."""
     store64(np.uint64(segments[slot, IDS]) + row * _8, np.uint64(id))
     store32(np.uint64(segments[slot, CODES]) + row * _4, np.uint64(table))
 
@@ -178,6 +178,7 @@ def append_rows(
     capacity: Any,
     tables: Any,
     ids: Any,
+    places: Any,
     data: Any,
     data_step: Any,
     width: Any,
@@ -187,6 +188,7 @@ def append_rows(
 
     Args:
         capacity: rows that the open segment holds.
+        tables, ids, places: (N,), the batch, and what `find_places` gave for it: a hint of what to prefetch.
         data, data_step: address of row 0 of the batch and bytes from one to the next (uint64).
         width: int64, bytes of a row; those behind it, up to the stride, stay zero.
 
@@ -195,7 +197,7 @@ def append_rows(
     """
     count = segments[slot, COUNT] & 0xFFFFFFFF
     for i in range(start, len(ids)):
-        _ask_for_entry(shards, shift, segments, tables, ids, i)
+        _ask_for_id(segments, places, i)
         if count == capacity:
             return i, SEGMENT_FULL, 0
         hash = mix(tables[i], ids[i])
@@ -208,7 +210,7 @@ def append_rows(
         store64(row + stride - _8, _0)  # the padding; a row that needs none covers it
         copy_bytes(row + _8, data + np.uint64(i) * data_step, width)
         store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
-        _write_ids(segments, slot, here, tables[i], ids[i])
+        write_ids(segments, slot, here, tables[i], ids[i])
         store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + here, _0)
         if position < 0:
             position = -1 - position
@@ -224,7 +226,16 @@ def append_rows(
 
 @njit(nogil=True, cache=True)
 def append_tombstones(
-    shards: Any, shift: Any, segments: Any, stride: Any, slot: Any, capacity: Any, tables: Any, ids: Any, start: Any
+    shards: Any,
+    shift: Any,
+    segments: Any,
+    stride: Any,
+    slot: Any,
+    capacity: Any,
+    tables: Any,
+    ids: Any,
+    places: Any,
+    start: Any,
 ) -> Any:
     """Write a tombstone for each id that has a row, and take it out of the index.
 
@@ -233,7 +244,7 @@ def append_tombstones(
     """
     count = segments[slot, COUNT] & 0xFFFFFFFF
     for i in range(start, len(ids)):
-        _ask_for_entry(shards, shift, segments, tables, ids, i)
+        _ask_for_id(segments, places, i)
         hash = mix(tables[i], ids[i])
         position = seek(shards, shift, hash, segments, tables[i], ids[i])
         if position < 0:
@@ -245,7 +256,7 @@ def append_tombstones(
         for at in range(np.uint64(8), stride, np.uint64(8)):
             store64(row + np.uint64(at), _0)
         store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
-        _write_ids(segments, slot, here, tables[i], ids[i])
+        write_ids(segments, slot, here, tables[i], ids[i])
         store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + here, np.uint64(TOMBSTONE))
         segments[slot_of(place_of(shards, shift, hash, position)), LIVE] -= 1
         remove_entry(shards, shift, hash, position)

@@ -47,6 +47,7 @@ from storage.row_log.places import (
     stored_id,
     stored_table,
 )
+from storage.row_log.raw import row_step
 from storage.row_log.segment import SegmentHeader, stride_of
 from storage.row_log.write_buffer import WriteBuffer
 from storage.store import Mask, RowBytes, RowIds
@@ -54,7 +55,6 @@ from storage.store import Mask, RowBytes, RowIds
 BLOCK_ROWS = 8192
 _SCAN_ROWS = 4096
 _ID_BYTES = np.uint64(8)
-_SAMPLE_ROWS = 64
 
 
 @njit(cache=True)
@@ -87,6 +87,7 @@ class GroupRows:
         tables: the group's table numbers, sorted.
         stride: stored bytes of a row.
         open, sealed: the segment being filled, and those whose bytes are final but not committed.
+        spare: buffers of committed segments, for the next ones.
     """
 
     def __init__(self, group: int, row_bytes: int, shards: int, where: str) -> None:
@@ -95,6 +96,7 @@ class GroupRows:
         self.index = IdIndex(shards)
         self.segments = SegmentTable()
         self.open: WriteBuffer | None = None
+        self.spare: list[WriteBuffer] = []
         self.sealed: list[tuple[WriteBuffer, memoryview]] = []
         self.tables: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self.stride = stride_of(row_bytes)
@@ -123,7 +125,7 @@ class GroupRows:
         found: Mask,
     ) -> None:
         """Copy the rows at places to `out`, or raise CorruptRowError."""
-        lines, address, step = self.segments.lines, np.uint64(out.ctypes.data), _step(out)
+        lines, address, step = self.segments.lines, np.uint64(out.ctypes.data), row_step(out)
         if not gather(lines, self._stride, tables, ids, places, address, step, self.row_bytes, found):
             return
         table, shift = self.index.table, self.index.shift
@@ -152,8 +154,19 @@ class GroupRows:
         """As `Store.put`; `open_buffer` gives the segment to fill, and may raise what a commit raises."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        self._ask_for_ids(tables, ids)
-        address, step = np.uint64(data.ctypes.data), _step(data)
+        for first in range(0, len(ids), BLOCK_ROWS):
+            part = slice(first, first + BLOCK_ROWS)
+            self._append_block(tables[part], ids[part], data[part], open_buffer)
+
+    def _append_block(
+        self,
+        tables: NDArray[np.uint32],
+        ids: NDArray[np.int64],
+        data: RowBytes,
+        open_buffer: Callable[[GroupRows], WriteBuffer],
+    ) -> None:
+        places = self._places(tables, ids)
+        address, step = np.uint64(data.ctypes.data), row_step(data)
         done = 0
         while done < len(ids):
             buffer = open_buffer(self)
@@ -166,6 +179,7 @@ class GroupRows:
                 buffer.capacity,
                 tables,
                 ids,
+                places,
                 address,
                 step,
                 self.row_bytes,
@@ -177,13 +191,13 @@ class GroupRows:
         """As `Store.delete`."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        self._ask_for_ids(tables, ids)
+        places = self._places(tables, ids)
         done = 0
         while done < len(ids):
             buffer = open_buffer(self)
             table, shift, lines = self.index.table, self.index.shift, self.segments.lines
             done, status = append_tombstones(
-                table, shift, lines, self._stride, buffer.slot, buffer.capacity, tables, ids, done
+                table, shift, lines, self._stride, buffer.slot, buffer.capacity, tables, ids, places, done
             )
             self._make_room(status, 0)
 
@@ -203,18 +217,12 @@ class GroupRows:
         """Rows and tombstones in the open segment."""
         return 0 if self.open is None else int(self.segments.lines[self.open.slot, COUNT]) & 0xFFFFFFFF
 
-    def _ask_for_ids(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> None:
-        """Have the stored ids in memory that a change of the index will compare, if a sample of them is not."""
-        step = max(1, len(ids) // _SAMPLE_ROWS)
-        if self._pages.resident(self.segments.lines, IDS, _ID_BYTES, self._places(tables[::step], ids[::step])):
-            return
-        for first in range(0, len(ids), BLOCK_ROWS):
-            part = slice(first, first + BLOCK_ROWS)
-            self._pages.ask(self.segments.lines, IDS, _ID_BYTES, self._places(tables[part], ids[part]))
-
     def _places(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """What `find_places` finds, with the stored ids there in memory: a change of the index will compare them."""
         places = np.empty(len(ids), np.uint64)
-        find_places(self.index.table, self.index.shift, np.ascontiguousarray(tables), np.ascontiguousarray(ids), places)
+        find_places(self.index.table, self.index.shift, tables, ids, places)
+        if not self._pages.resident(self.segments.lines, IDS, _ID_BYTES, places):
+            self._pages.ask(self.segments.lines, IDS, _ID_BYTES, places)
         return places
 
     def seal(self, store: bytes) -> None:
@@ -223,6 +231,7 @@ class GroupRows:
             return
         if not self.open_rows:  # its number is older than the next state's, so later rows must not go into it
             self.segments.give_back(self.open.slot)
+            self.spare.append(self.open)
             self.open = None
             return
         self.sealed.append((self.open, self.open.seal(self.segments, self.group, self.tables, store)))
@@ -287,15 +296,11 @@ class GroupRows:
 
     @property
     def buffered_bytes(self) -> int:
-        """Host memory of segments not yet committed."""
-        return sum(buffer.bytes for buffer, _ in self.sealed) + (self.open.bytes if self.open else 0)
+        """Host memory of buffers, spare ones included."""
+        held = [buffer for buffer, _ in self.sealed] + self.spare + ([self.open] if self.open else [])
+        return sum(buffer.bytes for buffer in held)
 
     @property
     def memory_bytes(self) -> int:
         """Host memory held: index, segment table, buffers."""
         return self.index.memory_bytes + self.segments.memory_bytes + self.buffered_bytes
-
-
-def _step(rows: RowBytes) -> np.uint64:
-    """Bytes from one row to the next, as kernels add them to addresses (negative ones wrap around)."""
-    return np.uint64(rows.strides[0] % (1 << 64))

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 _BYTES = ir.IntType(8).as_pointer()
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
@@ -79,3 +81,8 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uint64), codegen
+
+
+def row_step(rows: NDArray[np.uint8]) -> np.uint64:
+    """Bytes from one row of an array to the next, as kernels add them to addresses (negative ones wrap around)."""
+    return np.uint64(rows.strides[0] % (1 << 64))

@@ -41,20 +41,22 @@ def buffer_bytes(segment_bytes: int, row_bytes: int, page_bytes: int) -> int:
 
 
 class WriteBuffer:
-    """A segment being filled.
+    """Memory for one segment at a time: `begin`, let kernels append, `seal`, and begin again once it was committed.
+
+    Fresh memory costs a page fault every 28 rows of 128 bytes, more than the rows themselves, hence the reuse.
 
     Args:
-        segments: the group's segment table; a slot is taken for the life of the segment.
-        number: the segment's number, the epoch of all its rows.
-        row_bytes, segment_bytes: bytes of a row and, about, of the segment.
+        row_bytes, segment_bytes: bytes of a row and, about, of a segment.
         page_bytes: of LMDB. A sealed segment takes at least one page, so that it gets pages of its own and never moves.
+
+    Attributes:
+        slot, number: of the segment being filled; the number is the epoch of all its rows.
+        capacity: rows it takes.
+        bytes: host memory held.
     """
 
-    def __init__(
-        self, segments: SegmentTable, number: int, row_bytes: int, segment_bytes: int, page_bytes: int
-    ) -> None:
-        self.slot = segments.take()
-        self.number = number
+    def __init__(self, row_bytes: int, segment_bytes: int, page_bytes: int) -> None:
+        self.slot = self.number = 0
         self.capacity = rows_that_fit(segment_bytes, row_bytes)
         self.bytes = buffer_bytes(segment_bytes, row_bytes, page_bytes)
         self._row_bytes = row_bytes
@@ -62,6 +64,10 @@ class WriteBuffer:
         self._front = HEADER_BYTES + align8(_ID_BYTES * self.capacity)
         self._image = np.empty(self._front + max(self.capacity * stride_of(row_bytes), page_bytes), np.uint8)
         self._beside = np.empty(align8(_ID_BYTES * self.capacity), np.uint8)
+
+    def begin(self, segments: SegmentTable, number: int) -> None:
+        """Begin a segment in a slot of its own."""
+        self.slot, self.number = segments.take(), number
         line = segments.lines[self.slot]
         line[ROWS] = self._image.ctypes.data + self._front
         line[IDS] = self._beside.ctypes.data

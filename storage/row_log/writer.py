@@ -77,14 +77,24 @@ class Writer:
             return group.open
         self._check()
         group.seal(self._store)
-        size = self._buffer_bytes(group)
-        held = sum(g.buffered_bytes for g in self._groups)
-        if held + size > self._config.write_buffer_bytes // 2 and any(g.sealed for g in self._groups):
-            self.commit()
-        fill, page = self._config.filled_bytes, self._log.page_bytes
-        group.open = WriteBuffer(group.segments, self._next_number, group.row_bytes, fill, page)
+        group.open = self._buffer_for(group)
+        group.open.begin(group.segments, self._next_number)
         self._next_number += 1
         return group.open
+
+    def _buffer_for(self, group: GroupRows) -> WriteBuffer:
+        """A buffer, within the limit: a spare one, a new one, or one that a commit sets free."""
+        size, limit = self._buffer_bytes(group), self._config.write_buffer_bytes // 2
+        held = sum(g.buffered_bytes for g in self._groups)
+        if not group.spare and held + size > limit:
+            if any(g.sealed for g in self._groups):
+                self.commit()
+            for other in self._groups:
+                if other is not group:
+                    other.spare.clear()
+        if group.spare:
+            return group.spare.pop()
+        return WriteBuffer(group.row_bytes, self._config.filled_bytes, self._log.page_bytes)
 
     def flush(self, note: bytes | None) -> None:
         """Commit all rows as a complete state; nothing is written if nothing changed. Raises as `commit`."""
@@ -138,6 +148,7 @@ class Writer:
                 header = read_header(segment, buffer.number, self._where)
                 group.adopt(header, segment.ctypes.data, buffer.slot)
         for group in self._groups:
+            group.spare += [buffer for buffer, _ in group.sealed]
             group.sealed.clear()
 
     def _check(self) -> None:
