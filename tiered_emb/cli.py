@@ -49,7 +49,9 @@ def main() -> None:
 @click.option("--batch-size", type=int, help="Samples a step.  [default: 128; synthetic 1024]")
 @click.option("--epochs", type=int, default=1, show_default=True, help="Passes over the first nine tenths.")
 @click.option(
-    "--hbm-bytes", metavar="SIZE", help="Device memory for rows, such as 256KiB; 0 = no HBM tier.  [default: 0]"
+    "--hbm-bytes",
+    metavar="SIZE",
+    help="Device memory for rows, such as 256KiB; 0 = no HBM tier.  [default: 0; synthetic 2MiB]",
 )
 @click.option(
     "--ddr-bytes", metavar="SIZE", help="Host memory for rows and all bookkeeping.  [default: 256MiB; synthetic 24MiB]"

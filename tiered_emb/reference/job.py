@@ -61,8 +61,9 @@ def run_job(settings: Settings, console: Console, *, hashes: bool = False, check
     Raises Interrupted after Ctrl-C, and the errors of ``tiered_emb.errors`` and ``storage.errors``.
     """
     torch.set_num_threads(settings.threads)
+    stream = open_stream(settings, console)
     with StopSignal() as stop, _store_path(settings) as path:
-        job = Job(settings, open_stream(settings, console), console, stop)
+        job = Job(settings, stream, console, stop)
         with job.open_bags(path) as bags:
             _refuse_rows(bags, path)
             trained = Trained()

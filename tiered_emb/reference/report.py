@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -84,6 +85,14 @@ class Report:
         return found | {"settings": dict(self.settings)}
 
 
+def check_target(target: str) -> None:
+    """Raise ConfigError where :func:`write_json` could not write, before there is anything to lose."""
+    path = Path(target)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        what = "is a directory" if path.is_dir() else f"is in {path.parent}, which is no directory to write in"
+        raise ConfigError(f"--json {target} {what}; expected the name of a file, or - for standard output")
+
+
 def write_json(report: Report, target: str) -> None:
     """To the file ``target``, replaced as a whole. Raises ConfigError where it cannot be written."""
     part = Path(f"{target}.{os.getpid()}.tmp")
@@ -99,16 +108,16 @@ def print_report(report: Report, console: Console) -> None:
     """Quality and speed, then a row a tier."""
     for line in _headlines(report):
         console.print(line, highlight=False, soft_wrap=True)
-    table = Table(title="tiers, from the top down", title_justify="left")
-    table.add_column("tier")
-    for name in ("rows", "bytes", "peak", "budget", "hit rate", "evictions", "write-backs"):
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("tier", no_wrap=True)
+    for name in ("rows", "bytes", "peak", "budget", "hits", "evicted", "written back"):
         table.add_column(name, justify="right", no_wrap=True)
     for tier in report.stats.tiers:
         counts = (hit_rate(tier), f"{tier.evictions:,}", f"{tier.write_backs:,}")
         sizes = (size(tier.bytes), size(tier.peak_bytes), size(tier.capacity_bytes))
         table.add_row(tier.name, f"{tier.rows:,}", *sizes, *counts)
     store = report.stats.store
-    table.add_row("store", f"{store.rows:,}", size(store.rows * report.row_bytes), *["-"] * 5)
+    table.add_row("store", f"{store.rows:,}", size(store.rows * report.row_bytes), *[""] * 5)
     console.print(table)
     console.print(f"store: {size(store.bytes_read)} read, {size(store.bytes_written)} written", highlight=False)
 
@@ -139,7 +148,7 @@ def _headlines(report: Report) -> list[str]:
 
 def _tier(tier: TierStats) -> dict[str, Any]:
     numbers = {name: getattr(tier, name) for name in (*_TIER_NUMBERS, *_TIER_COUNTS)}
-    return {"name": tier.name, **numbers, "by_table": tier.by_table}
+    return {"name": tier.name, **numbers}
 
 
 def _number(number: float | None) -> float | None:
