@@ -27,6 +27,7 @@ from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema
 from storage.store import Store, TableRef
+from tiered_emb.budget import HostBudget, host_bytes
 from tiered_emb.cache import POLICIES, Directory
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
@@ -64,8 +65,10 @@ class Engine:
         self._shares: dict[RowSchema, int] = {}  # bytes of one row of each table
         self._users = 0
         self._workers = WorkerPool(torch.get_num_threads())
-        self._counts_store = not isinstance(self.store, MemoryStore)
-        self._peak_bytes = 0
+        counted = not isinstance(self.store, MemoryStore)
+        self._budget = HostBudget(
+            config.ddr_budget_bytes, config.policy, self.store.memory_after if counted else lambda inserts: 0
+        )
 
     @classmethod
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:
@@ -146,10 +149,6 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- budgets
 
-    def host_bytes(self) -> int:
-        """What is charged to ``ddr_bytes`` now."""
-        return self._charged_bytes(0, None)
-
     def stats(self) -> EngineStats:
         """All tiers of all groups, by name, and the Store."""
         names = [name for name in ("hbm", "ddr") if any(tier.name == name for tier in self._tiers())]
@@ -161,7 +160,7 @@ class Engine:
     def _tier_stats(self, name: str) -> TierStats:
         tiers = [tier for tier in self._tiers() if tier.name == name]
         if name == "ddr":
-            budget, used, peak = self.config.ddr_budget_bytes, self.host_bytes(), self._peak_bytes
+            budget, used, peak = self.config.ddr_budget_bytes, self._budget.charged_bytes(), self._budget.peak_bytes
         else:
             budget, used = self.config.hbm_budget_bytes, sum(tier.slab_bytes for tier in tiers)
             peak = used
@@ -193,21 +192,11 @@ class Engine:
             rows = self._hbm_rows(schema)
             tiers.append(Tier("hbm", Directory(rows, policy), Slab(rows, dim, state, self.device)))
         if self.config.ddr_budget_bytes:
-            spare = self._spare_bytes(0, None) - sum(_host_bytes(tier) for tier in tiers)
-            spare -= self.config.ddr_budget_bytes // 32
-            rows = Directory.capacity_for(
-                max(0, spare * self._shares[schema] // self._unplaced()), schema.row_bytes + 1, policy
-            )
-            if rows == 0:
-                raise self._host_too_small(schema, spare)
+            share = self._shares[schema] / sum(self._shares[one] for one in self._shares if one not in self.groups)
+            rows = self._budget.rows_for(schema.row_bytes, sum(host_bytes(tier) for tier in tiers), share)
             tiers.append(Tier("ddr", Directory(rows, policy), Slab(rows, dim, state, torch.device("cpu"))))
-        group = TableGroup(ref.group, schema, self.store, tiers, self._workers)
-        group.make_room = lambda missing, unique: self._make_room(group, missing, unique)
-        self.groups[schema] = group
-
-    def _unplaced(self) -> int:
-        """Shares of the groups that have no tiers yet."""
-        return sum(share for schema, share in self._shares.items() if schema not in self.groups)
+        self.groups[schema] = group = TableGroup(ref.group, schema, self.store, tiers, self._workers)
+        self._budget.join(group)
 
     def _hbm_rows(self, schema: RowSchema) -> int:
         part = self.config.hbm_budget_bytes * self._shares[schema] // sum(self._shares.values())
@@ -218,99 +207,21 @@ class Engine:
             )
         return part // schema.row_bytes
 
-    def _host_too_small(self, schema: RowSchema, spare: int) -> TierCapacityError:
-        one = Directory.bytes_for(1, self.config.policy) + schema.row_bytes + 1
-        return TierCapacityError(
-            f"ddr_bytes is {self.config.ddr_budget_bytes}, of which {max(0, spare)} are left for rows of "
-            f"{schema.row_bytes} bytes: not one fits; use at least {self.config.ddr_budget_bytes - spare + one} bytes, "
-            f"or 0 for no DDR tier"
-        )
-
     def _divide(self) -> None:
-        """Lower the tiers of groups that now share their budgets with a new one."""
-        if not self.groups:
-            return
+        """Lower the tiers of groups that now share their budgets with new ones."""
+        total = sum(self._shares.values())
         for schema, group in self.groups.items():
-            for tier in group.tiers:
-                if tier.name == "hbm":
-                    self._lower(group, tier, self._hbm_rows(schema))
+            if self.config.hbm_budget_bytes and self._hbm_rows(schema) < group.top.capacity_rows:
+                group.release_dropped()
+                group.shrink(group.top, self._hbm_rows(schema))
         if self.config.ddr_budget_bytes:
-            least = self._least_bytes(None, 1)
-            self._share_host(self._host_room(0, None) - sum(least.values()), least)
-
-    def _charged_bytes(self, missing: int, group: TableGroup | None) -> int:
-        """Host memory once ``group`` moves ``missing`` rows and the Store takes as many new ones: an upper bound."""
-        rows = sum(_host_bytes(tier) for tier in self._tiers())
-        moving = sum(one.staging_bytes(missing if one is group else 0) for one in self.groups.values())
-        return rows + moving + (self.store.memory_after(missing) if self._counts_store else 0)
-
-    def _spare_bytes(self, missing: int, group: TableGroup | None) -> int:
-        """Budget for host memory that is left then; negative if the budget would not hold."""
-        charged = self._charged_bytes(missing, group)
-        if charged <= self.config.ddr_budget_bytes:
-            self._peak_bytes = max(self._peak_bytes, charged)
-        return self.config.ddr_budget_bytes - charged
-
-    def _make_room(self, group: TableGroup, missing: int, unique: int) -> bool:
-        """Fit a batch of ``group`` into the host budget; whether a tier had to shrink.
-
-        Raises TierCapacityError, with nothing changed, if no division of the budget would do.
-        """
-        if not self.config.ddr_budget_bytes or self._spare_bytes(missing, group) >= 0:
-            return False
-        room, least = self._host_room(missing, group), self._least_bytes(group, unique)
-        spare = room - sum(least.values())
-        if spare < 0:
-            raise TierCapacityError(
-                f"a batch of {unique} distinct rows of {group.schema.row_bytes} bytes, {missing} of them to be brought "
-                f"in, needs {self.config.ddr_budget_bytes - spare} bytes of host memory with the bookkeeping and the "
-                f"store's index, but ddr_bytes is {self.config.ddr_budget_bytes}: raise it to at least that or use "
-                f"smaller batches"
-            )
-        self._share_host(spare - spare // 8, least)  # an eighth to spare: the next batches find room
-        return True
-
-    def _least_bytes(self, group: TableGroup | None, unique: int) -> dict[RowSchema, int]:
-        """What the DDR tiers need at least: the rows of a batch of ``group`` where that is worked on, else one row."""
-        least = {}
-        for schema, one in self.groups.items():
-            rows = unique + one.top.directory.pinned_rows if one is group and one.top.name == "ddr" else 1
-            least[schema] = Directory.bytes_for(rows, self.config.policy) + rows * (schema.row_bytes + 1)
-        return least
-
-    def _host_room(self, missing: int, group: TableGroup | None) -> int:
-        """What the DDR tiers may take together."""
-        held = sum(_host_bytes(tier) for tier in self._tiers() if tier.name == "ddr")
-        return self._spare_bytes(missing, group) + held
-
-    def _share_host(self, room: int, least: dict[RowSchema, int]) -> None:
-        """Lower the DDR tiers to ``least`` bytes each and a share of ``room`` more."""
-        for schema, group in self.groups.items():
-            part = least[schema] + max(0, room) * self._shares[schema] // sum(self._shares.values())
-            self._lower(group, group.tiers[-1], Directory.capacity_for(part, schema.row_bytes + 1, self.config.policy))
-
-    def _lower(self, group: TableGroup, tier: Tier, capacity_rows: int) -> None:
-        """Lower one tier's capacity, to one row at least."""
-        capacity_rows = max(1, capacity_rows)
-        if capacity_rows >= tier.capacity_rows:
-            return
-        group.release_dropped()
-        if tier.directory.pinned_rows:
-            raise TierCapacityError(
-                f"the {tier.name} tier must give up rows for the store's index, but {tier.directory.pinned_rows} rows "
-                f"are held by forwards whose backward pass has not run: raise {tier.name}_bytes, or finish those first"
-            )
-        group.shrink(tier, capacity_rows)
+            shares = {group.number: self._shares[schema] / total for schema, group in self.groups.items()}
+            self._budget.lower_for(shares)
 
 
 def row_schema(dim: int, rule: RowRule) -> RowSchema:
     """What a row of ``dim`` floats holds under ``rule``: the weight, then the rule's state."""
     return RowSchema((Column("weight", "float32", dim), *rule.state_columns(dim)))
-
-
-def _host_bytes(tier: Tier) -> int:
-    """Host memory of a tier: bookkeeping always, rows where they lie on the host by name."""
-    return tier.directory_bytes + (tier.slab_bytes if tier.name == "ddr" else 0)
 
 
 def _row_device(config: TierConfig, device: torch.device | None) -> torch.device:

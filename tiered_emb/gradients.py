@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +30,17 @@ CHUNK_ROWS = 2048  # summed gradients of so many rows stay in a core's cache unt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One forward of a plan and the gradient (B, D) of its output."""
+    """One forward of a plan and the gradient of its output.
+
+    Attributes:
+        plan: the forward's.
+        grad: (B, D); what it holds for bags that played no part in the loss means nothing.
+        taking_part: (N,) positions whose bags did, ascending; None = all. Rows of other positions only are not updated.
+    """
 
     plan: Plan
     grad: torch.Tensor
+    taking_part: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +67,7 @@ class RowGradients:
 
 def row_gradients(uses: Sequence[Use], deduper: batch_kernels.Deduper, scratch: Scratch) -> RowGradients:
     """Line up the gradients of all ``uses`` of one set of tables; the arrays are ``scratch``'s until the next call."""
-    if len(uses) == 1:
+    if len(uses) == 1 and uses[0].taking_part is None:
         batch, slots, inverse = uses[0].plan.batch, uses[0].plan.slots, uses[0].plan.batch.inverse.numpy()
         bags, arg = batch.bags, uses[0].plan.arg
         grad, in_bag, weights = _of_sums(uses[0].grad, bags), bag_numbers(bags, scratch), bags.weights
@@ -113,9 +121,9 @@ def _of_sums(grad: torch.Tensor, bags: Bags) -> torch.Tensor:
 
 def _shared_slots(uses: Sequence[Use], deduper: batch_kernels.Deduper) -> tuple[Slots, NDArray[np.int32]]:
     """Distinct slots over all uses and, for each position of all uses in call order, which of them it asked for."""
-    asked = np.concatenate([use.plan.slots[use.plan.batch.inverse.numpy()] for use in uses]).astype(np.int64)
+    asked = np.concatenate([use.plan.slots[_taking_part(use, use.plan.batch.inverse.numpy())] for use in uses])
     unique = batch_kernels.UniqueIds.empty(len(asked))
-    count = deduper.dedupe(asked, np.array([0, len(asked)]), np.zeros(1, np.uint32), unique)
+    count = deduper.dedupe(asked.astype(np.int64), np.array([0, len(asked)]), np.zeros(1, np.uint32), unique)
     return unique.ids[:count].astype(np.int32), unique.inverse
 
 
@@ -124,28 +132,37 @@ def _joined_bags(uses: Sequence[Use], scratch: Scratch) -> tuple[torch.Tensor, t
     grads, bags, seen = [], [], 0
     for use in uses:
         grads.append(_of_sums(use.grad, use.plan.batch.bags))
-        bags.append(bag_numbers(use.plan.batch.bags, scratch) + seen)
+        numbers = bag_numbers(use.plan.batch.bags, scratch).numpy()
+        bags.append(torch.from_numpy(_taking_part(use, numbers) + np.int32(seen)))
         seen += use.plan.batch.bags.num_bags
     return torch.cat(grads), torch.cat(bags)
 
 
+def _taking_part(use: Use, positions: NDArray[Any]) -> NDArray[Any]:
+    return positions if use.taking_part is None else positions[use.taking_part]
+
+
 def _joined_weights(uses: Sequence[Use]) -> torch.Tensor | None:
-    weights = [use.plan.batch.bags.weights for use in uses]
-    if all(one is None for one in weights):
+    if all(use.plan.batch.bags.weights is None for use in uses):
         return None
-    return torch.cat(
-        [
-            torch.ones(len(use.plan.batch.inverse)) if one is None else one
-            for use, one in zip(uses, weights, strict=True)
-        ]
-    )
+    parts = []
+    for use in uses:
+        weights = use.plan.batch.bags.weights
+        whole = torch.ones(len(use.plan.batch.inverse)) if weights is None else weights
+        parts.append(torch.from_numpy(_taking_part(use, whole.numpy())))
+    return torch.cat(parts)
 
 
 def _joined_winners(uses: Sequence[Use]) -> torch.Tensor | None:
+    """Winners of max bags as positions in the joined list; one that takes no part wins nothing."""
     winners, seen = [], 0
     for use in uses:
         if use.plan.arg is None:
             return None
-        winners.append(torch.where(use.plan.arg >= 0, use.plan.arg + seen, use.plan.arg))
-        seen += len(use.plan.batch.inverse)
+        size = len(use.plan.batch.inverse)
+        taking = np.arange(size) if use.taking_part is None else use.taking_part
+        place = np.full(size + 1, -1, np.int32)  # the last one is for winner -1, an empty bag
+        place[taking] = np.arange(seen, seen + len(taking), dtype=np.int32)
+        winners.append(torch.from_numpy(place)[use.plan.arg.long()])
+        seen += len(taking)
     return torch.cat(winners)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from tiered_emb.config import Mode
@@ -59,15 +60,15 @@ class Updates:
         self._uses: list[tuple[TableLookup, Use]] = []
         self._pass = -1  # autograd's number of the backward pass that recorded the uses
 
-    def record(self, lookup: TableLookup, plan: Plan, grad: torch.Tensor) -> None:
-        """Called by a backward node: this plan's pooled rows have this gradient."""
+    def record(self, lookup: TableLookup, use: Use) -> None:
+        """Called by a backward node: the pooled rows of this forward have this gradient."""
         if self.time == "backward":
             current = torch._C._current_graph_task_id()
             if current != self._pass:
                 self.discard()
                 self._pass = current
                 torch.autograd.Variable._execution_engine.queue_callback(self.apply)
-        self._uses.append((lookup, Use(plan, grad)))
+        self._uses.append((lookup, use))
 
     def drop_failed(self) -> None:
         """Forget the uses of a backward pass that failed half-way; called between passes."""
@@ -103,46 +104,49 @@ class TableLookup:
 
     Attributes:
         group: holds the tables.
-        features: F of them, in the order of the ids.
+        features: by name.
         mode: how bags are pooled.
     """
 
     def __init__(self, group: TableGroup, features: Sequence[Feature], mode: Mode, updates: Updates) -> None:
         self.group = group
-        self.features = tuple(features)
+        self.features = {feature.name: feature for feature in features}
         self.mode: Mode = mode
         self._updates = updates
-        self._numbers = np.array([feature.number for feature in features], np.uint32)
         self._anchor = torch.zeros(0, requires_grad=True)  # makes autograd call the backward
 
-    def __call__(self, ids: Ids, ends: Ends, weights: torch.Tensor | None, training: bool) -> torch.Tensor:
-        """Pooled rows (F * B, D), feature by feature.
+    def __call__(
+        self, names: Sequence[str], ids: Ids, ends: Ends, weights: torch.Tensor | None, training: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Pooled rows (B, D) of each of F features, in the order of ``names``.
 
         ``ids`` (N,) int64 and ``ends`` (F * B + 1,) int64 as JaggedIds' offsets; ``weights`` (N,) float32 or None. With
         ``training`` and gradients enabled the batch is admitted to the tiers; otherwise nothing is left behind.
         Raises InvalidBatchError and IdRangeError with nothing changed, TierCapacityError as ``TableGroup.plan``.
         """
         self._updates.drop_failed()
-        batch = self._batch(ids, ends, weights)
+        features = [self.features[name] for name in names]
+        batch = self._batch(features, ids, ends, weights)
         if training and torch.is_grad_enabled():
             plan = self.group.prepare(batch)
-            out: torch.Tensor = _Pooled.apply(self._anchor, weights, self, plan)  # type: ignore[no-untyped-call]
-            return out
+            outs: tuple[torch.Tensor, ...] = _Pooled.apply(self._anchor, weights, self, plan, len(names))  # type: ignore[no-untyped-call]
+            return outs
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-            return self._weighted_only(batch, weights)
-        return self.group.peek(batch)
+            return self._weighted_only(batch, weights).tensor_split(len(names))
+        return _by_feature(self.group.peek(batch), len(names))
 
-    def _batch(self, ids: Ids, ends: Ends, weights: torch.Tensor | None) -> IdBatch:
-        self._check(ids, ends, weights)
-        num_bags, num_features = len(ends) - 1, len(self.features)
+    def _batch(self, features: Sequence[Feature], ids: Ids, ends: Ends, weights: torch.Tensor | None) -> IdBatch:
+        self._check(features, ids, ends, weights)
+        num_bags, num_features = len(ends) - 1, len(features)
         plain = weights is None and num_bags == len(ids) and bool((ends[1:] > ends[:-1]).all())
         factors = None if weights is None else weights.detach().to("cpu").contiguous()
         bags = Bags(torch.from_numpy(ends), factors, self.mode, plain)
         segments = ends[np.arange(num_features + 1) * (num_bags // num_features)]
-        return self.group.dedupe(ids, segments, self._numbers, bags)
+        numbers = np.array([feature.number for feature in features], np.uint32)
+        return self.group.dedupe(ids, segments, numbers, bags)
 
-    def _check(self, ids: Ids, ends: Ends, weights: torch.Tensor | None) -> None:
-        names = listed([feature.name for feature in self.features])
+    def _check(self, features: Sequence[Feature], ids: Ids, ends: Ends, weights: torch.Tensor | None) -> None:
+        names = listed([feature.name for feature in features])
         check_ends(ends, len(ids), names)
         if weights is not None and (weights.dtype != torch.float32 or weights.shape != (len(ids),)):
             raise InvalidBatchError(
@@ -150,8 +154,8 @@ class TableLookup:
             )
         if weights is not None and self.mode != "sum":
             raise InvalidBatchError(f"{names}: weights go with mode 'sum', not {self.mode!r}")
-        size = (len(ends) - 1) // len(self.features)
-        for at, feature in enumerate(self.features):
+        size = (len(ends) - 1) // len(features)
+        for at, feature in enumerate(features):
             mine = ids[ends[at * size] : ends[(at + 1) * size]]
             check_range(feature.table, feature.name, feature.num_embeddings, mine)
 
@@ -169,25 +173,58 @@ class TableLookup:
 
 
 class _Pooled(torch.autograd.Function):
-    """Pooled rows of a committed plan; its backward hands the gradient to the module's Updates."""
+    """Pooled rows of a committed plan, one output a feature; its backward gives their gradients to the Updates."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, lookup: TableLookup, plan: Plan
-    ) -> torch.Tensor:
+        ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, lookup: TableLookup, plan: Plan, features: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.lookup, ctx.plan = lookup, plan
-        return lookup.group.lookup(plan)
+        return _by_feature(lookup.group.lookup(plan), features)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         lookup, plan = ctx.lookup, ctx.plan
         if plan.released:
+            tables = sorted({feature.table for feature in lookup.features.values()})
             raise PlanReleasedError(
-                f"tables {', '.join(sorted({feature.table for feature in lookup.features}))}: a backward pass has "
-                f"already updated and released the rows of this forward; run the forward again, or add the losses and "
-                f"go backward once"
+                f"tables {listed(tables)}: a backward pass has already updated and released the rows of this forward; "
+                f"run the forward again, or add the losses and go backward once"
             )
+        used = [grad is not None for grad in grads]
+        if not any(used):
+            return None, None, None, None, None
+        grad = _joined(grads)
         weight_grad = lookup.group.weight_gradients(plan, grad) if ctx.needs_input_grad[1] else None
-        lookup._updates.record(lookup, plan, grad)
-        return None, weight_grad, None, None
+        lookup._updates.record(lookup, Use(plan, grad, None if all(used) else _positions(plan, used)))
+        return None, weight_grad, None, None, None
+
+
+def _by_feature(out: torch.Tensor, features: int) -> tuple[torch.Tensor, ...]:
+    """``out`` (F * B, D) as F tensors (B, D) of the same memory, which autograd does not take for views: each may be
+    changed in place."""
+    if features == 1:
+        return (out,)
+    size, dim = out.shape[0] // features, out.shape[1]
+    storage = out.untyped_storage()
+    return tuple(
+        torch.empty(0, device=out.device).set_(storage, feature * size * dim, (size, dim), (dim, 1))
+        for feature in range(features)
+    )
+
+
+def _joined(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Gradients of all features under each other; zeros where a feature played no part."""
+    shape = next(grad for grad in grads if grad is not None)
+    parts = [torch.zeros_like(shape) if grad is None else grad for grad in grads]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _positions(plan: Plan, used: Sequence[bool]) -> NDArray[np.int64]:
+    """Positions in bags of the features that are used."""
+    ends = plan.batch.bags.offsets.numpy()
+    size = (len(ends) - 1) // len(used)
+    spans = [np.arange(ends[at * size], ends[(at + 1) * size]) for at, part in enumerate(used) if part]
+    return np.concatenate(spans)

@@ -86,9 +86,9 @@ class TieredEmbeddingBagCollection(TieredTables):
             raise InvalidBatchError(f"{len(ends) - 1} bags do not divide over {len(batch.features)} features")
         pooled: dict[str, torch.Tensor] = {}
         for lookup in self._lookups:
-            names = [feature.name for feature in lookup.features]
-            out = self._to_device(lookup(*select(batch, ids, ends, names), self.training))
-            pooled.update(zip(names, out.view(len(names), batch.batch_size, -1).unbind(0), strict=True))
+            names = [name for name in batch.features if name in lookup.features]
+            outs = lookup(names, *select(batch, ids, ends, names), self.training)
+            pooled.update(zip(names, map(self._to_device, outs), strict=True))
         return {name: pooled[name] for name in batch.features}
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ class TieredEmbeddingBag(_OneTable):
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         if self.padding_idx is not None:
             ids, ends, weights = without(self.padding_idx, ids, ends, weights)
-        return self._to_device(self._lookup(ids, ends, weights, self.training))
+        return self._to_device(self._lookup([self.name], ids, ends, weights, self.training)[0])
 
 
 class TieredEmbedding(_OneTable):
@@ -269,5 +269,5 @@ class TieredEmbedding(_OneTable):
         ends = np.arange(len(ids) + 1, dtype=np.int64)
         if self.padding_idx is not None:
             ids, ends, _ = without(self.padding_idx, ids, ends, None)
-        out = self._lookup(ids, ends, None, self.training)
+        (out,) = self._lookup([self.name], ids, ends, None, self.training)
         return self._to_device(out.view(*input.shape, self.embedding_dim))
