@@ -169,24 +169,24 @@ class Directory:
         Raises ValueError, with nothing changed, when a row that would have to leave is pinned.
         """
         _check_capacity(capacity_rows)
-        occupied = self.occupied()
-        first_gone = int(np.searchsorted(occupied, capacity_rows))
-        pinned = np.count_nonzero(self._pins[occupied[first_gone:]])
+        pinned = np.count_nonzero(self._pins[capacity_rows:])
         if pinned:
             raise ValueError(
                 f"{pinned} rows in slots at or above {capacity_rows} are pinned: release them and resize again"
             )
-        gone = self._take_out(occupied[first_gone:])
-        self._policy.remove(gone.slots)
+        occupied = self.occupied()
+        leaving = occupied[np.searchsorted(occupied, capacity_rows) :]
+        gone = Evicted(leaving, self.slot_tables[leaving], self.slot_ids[leaving])
+        self._policy.remove(leaving)
         self._policy.resize(capacity_rows)
-        self._move_to(capacity_rows, occupied[:first_gone])
+        self._move_to(capacity_rows, occupied[: len(occupied) - len(leaving)])
         return gone
 
     def occupied(self) -> NDArray[np.int32]:
-        """Slots that hold a row, ascending. Allocates: not for every batch."""
-        words = self._buckets[self._buckets != 0]
-        slots = (words & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1
-        return np.sort(slots.astype(np.int32))
+        """Slots that hold a row, ascending. Allocates and looks at every slot: not for every batch."""
+        slots = np.empty(self.rows, np.int32)
+        probing.list_occupied(self._buckets, np.zeros(self.capacity_rows, np.bool_), slots)
+        return slots
 
     def clear(self) -> None:
         """Forget every row and every pin."""
@@ -243,16 +243,13 @@ class Directory:
 
     def _move_to(self, capacity_rows: int, kept: NDArray[np.int32]) -> None:
         """Rebuild every array for a new capacity around the rows in slots `kept` (ascending)."""
+        self._buckets = np.zeros(0, np.uint64)  # let go before the new ones are made: never two tables at once
         self._pins = _resized(self._pins, capacity_rows)
         self.slot_tables = _resized(self.slot_tables, capacity_rows)
         self.slot_ids = _resized(self.slot_ids, capacity_rows)
         self._buckets = np.zeros(_bucket_count(capacity_rows), np.uint64)
-        probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, kept)
         self.capacity_rows = capacity_rows
-        fresh = int(kept[-1]) + 1 if len(kept) else 0
-        self._ledger[:3] = (fresh, fresh, probing.NO_SLOT)
-        holes = np.setdiff1d(np.arange(fresh, dtype=np.int32), kept, assume_unique=True)
-        probing.free_slots(self.slot_ids, self._ledger, holes[::-1].copy())
+        probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, kept)
 
 
 def _check_capacity(capacity_rows: int) -> None:

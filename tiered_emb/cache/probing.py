@@ -257,11 +257,35 @@ def free_slots(slot_ids, ledger, slots):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def enter_rows(buckets, slot_tables, slot_ids, slots):  # type: ignore[no-untyped-def]
-    """Enter the rows that `slots` hold into an empty table (after a resize)."""
+def list_occupied(buckets, marks, slots):  # type: ignore[no-untyped-def]
+    """Write the slots that hold a row, ascending; `marks` (S,) comes in False."""
+    for bucket in range(len(buckets)):
+        if buckets[bucket] != uint64(0):
+            marks[_slot_in(buckets[bucket])] = True
+    listed = 0
+    for slot in range(len(marks)):
+        if marks[slot]:
+            slots[listed] = slot
+            listed += 1
+
+
+@njit(nogil=True, cache=True)
+def enter_rows(buckets, slot_tables, slot_ids, ledger, slots):  # type: ignore[no-untyped-def]
+    """Enter the rows that `slots` (ascending) hold into an empty table; the slots between them become free ones."""
+    fresh = 0
+    ledger[ROWS], ledger[FREE_HEAD] = len(slots), NO_SLOT
     for i in range(len(slots)):
+        if i + PROBE_AHEAD < len(slots):
+            later = slots[i + PROBE_AHEAD]
+            _ask_for_buckets(buckets, tag_of(slot_tables[later], slot_ids[later]), 7)
         slot = slots[i]
+        while fresh < slot:
+            slot_ids[fresh] = ledger[FREE_HEAD]
+            ledger[FREE_HEAD] = fresh
+            fresh += 1
+        fresh = slot + 1
         _put(buckets, tag_of(slot_tables[slot], slot_ids[slot]), slot)
+    ledger[FRESH] = fresh
 
 
 @njit(nogil=True, cache=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiered_emb.cache import POLICIES, Admission, Directory
+from tiered_emb.cache import Admission, Directory
 
 Row = tuple[int, int]
 EXTREME_IDS = [-(2**63), -5, -1, 0, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1]
@@ -40,7 +40,7 @@ def victims(admission: Admission) -> list[Row]:
     return list(zip(admission.victim_tables.tolist(), admission.victim_ids.tolist(), strict=True))
 
 
-@pytest.fixture(params=sorted(POLICIES))
+@pytest.fixture(params=["lru", "lfu"])  # two orders show what is the Directory's: test_policies.py has them all
 def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -203,7 +203,7 @@ def test_clear_forgets_rows_pins_and_order(policy: str) -> None:
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="1 to 2147483646 rows, not 0"):
         Directory(0)
-    with pytest.raises(ValueError, match="unknown cache policy 'mru': choose one of lfu, lru"):
+    with pytest.raises(ValueError, match=r"unknown cache policy 'mru': choose one of .*lfu, lru"):
         Directory(8, "mru")
 
 

@@ -105,6 +105,7 @@ def misses(trace: NDArray[np.int64], capacity: int, policy: str) -> NDArray[np.b
     return missed
 
 
+@pytest.mark.parametrize("policy", sorted(CACHETOOLS))
 @pytest.mark.parametrize(("capacity", "skew"), [(1, 1.3), (50, 1.2), (400, 1.5)])
 def test_the_same_requests_miss_as_in_cachetools(policy: str, capacity: int, skew: float) -> None:
     trace = (np.random.default_rng(capacity).zipf(skew, 12_000) % 3000).astype(np.int64)
