@@ -63,7 +63,7 @@ def main() -> None:
 )
 @click.option("--lr", type=float, help="Learning rate of the row rule.  [default: by rule]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of rows, MLPs and made-up clicks.")
-@click.option("--threads", type=int, help="Of torch and of the row kernels.  [default: all cores]")
+@click.option("--threads", type=int, default=1, show_default=True, help="Of torch and of the row kernels.")
 @click.option("--check", type=click.Choice(["dense"]), help="Train again on whole tables in memory and compare.")
 @click.option("--json", metavar="FILE|-", help="The report as JSON; - = the last line of standard output.")
 def train(**options: Any) -> None:

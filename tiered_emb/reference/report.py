@@ -110,7 +110,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tier", no_wrap=True)
-    for name in ("rows", "bytes", "peak", "budget", "hits", "evicted", "written back"):
+    for name in ("rows", "bytes", "peak", "budget", "hits", "evicted", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     for tier in report.stats.tiers:
         counts = (hit_rate(tier), f"{tier.evictions:,}", f"{tier.write_backs:,}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ class TrainOptions:
     optimizer: str = "rowwise_adagrad"
     lr: float | None = None
     seed: int = 0
-    threads: int | None = None
+    threads: int = 1
     check: str | None = None
     json: str | None = None
 
@@ -88,7 +87,6 @@ def decide(options: TrainOptions) -> Settings:
     _check_choice("--policy", options.policy, POLICIES)
     _check_choice("--optimizer", options.optimizer, RULES)
     lr = DEFAULT_LR.get(options.optimizer, 0.01) if options.lr is None else options.lr
-    threads = len(os.sched_getaffinity(0)) if options.threads is None else options.threads
     if not 0 <= options.seed < 1 << 63:
         raise ConfigError(f"--seed is {options.seed}; expected an integer from 0 to 2^63 - 1")
     settings = Settings(
@@ -105,7 +103,7 @@ def decide(options: TrainOptions) -> Settings:
         optimizer=options.optimizer,
         lr=lr,
         seed=options.seed,
-        threads=_positive("--threads", threads, 1024),
+        threads=_positive("--threads", options.threads, 1024),
     )
     settings.rule()
     settings.tiers(Path("unused"))
