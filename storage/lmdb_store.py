@@ -164,6 +164,15 @@ class LmdbStore:
         with self._reader.view():
             pass
 
+    def _open_in_child(self) -> None:
+        """LMDB's environment belongs to the process that opened it; a reader's fork opens one of its own."""
+        self._pid = os.getpid()
+        self._log, self._reader = None, None
+        self._groups.clear()
+        self._open_log(create=False)
+        self._add_groups()
+        self._start_reading()
+
     def close(self) -> None:
         """See `Store.close`."""
         with self._lock:
@@ -338,7 +347,12 @@ class LmdbStore:
     def _view(self) -> AbstractContextManager[None]:
         """What reading needs around it: nothing for the writer, a transaction for a reader."""
         self._check_open()
-        return self._reader.view() if self._reader is not None else nullcontext()
+        if self._reader is None:
+            return nullcontext()
+        if os.getpid() != self._pid:
+            self._open_in_child()
+        assert self._reader is not None
+        return self._reader.view()
 
     def _rows_version(self) -> int:
         return self._reader.version if self._reader is not None else self._version

@@ -73,6 +73,17 @@ with LmdbStore(path) as store:
     out, found = np.zeros((100, 32), np.uint8), np.zeros(100, bool)
     store.get(rows, out, found)
     assert found.all() and (out == 3).all()
+reader = LmdbStore(path, read_only=True)
+child = os.fork()
+if child == 0:
+    out[:] = 0
+    reader.get(rows, out, found)
+    assert found.all() and (out == 3).all() and reader._pid == os.getpid()
+    reader.close()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+reader.get(rows, out, found)
+reader.close()
 """
 
 _WRITER = """
