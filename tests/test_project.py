@@ -81,8 +81,9 @@ def _python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_readme_example_runs(tmp_path: Path) -> None:
-    blocks = _python_blocks(ROOT / "README.md")
+@pytest.mark.parametrize("document", ["README.md", "docs/tour.md"])
+def test_example_runs(document: str, tmp_path: Path) -> None:
+    blocks = _python_blocks(ROOT / document)
     assert blocks
     (tmp_path / "example.py").write_text("\n".join(blocks))
     result = _run(sys.executable, "-W", "error", "example.py", cwd=tmp_path)
