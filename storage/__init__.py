@@ -19,6 +19,7 @@ from storage.errors import (
     StoreMissingError,
     StoreReadOnlyError,
 )
+from storage.heap_store import HeapStore
 from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema, table_number
@@ -29,6 +30,7 @@ __all__ = [
     "CorruptRowError",
     "CorruptSegmentError",
     "CorruptionError",
+    "HeapStore",
     "LmdbStore",
     "MemoryStore",
     "NotAStoreError",

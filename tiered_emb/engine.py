@@ -6,7 +6,7 @@ the HBM tier's directory lies in host memory and counts there too. ``hbm_bytes``
 are hard: before a batch is planned, the engine adds up what it stages and what the Store may grow by, and lowers the
 host tiers' capacity until the sum fits. Groups share a budget by the bytes of one row of each of their tables.
 
-Not covered: a batch's own ids, outputs and gradients, a ``MemoryStore`` (its rows are the user's choice), rows a full
+Not covered: a batch's own ids, outputs and gradients, a Store in memory (its rows are the user's choice), rows a full
 disk has refused, and pages of the Store's file that the system caches.
 
 One thread at a time, the one that plans.
@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from storage.errors import StorageError
+from storage.heap_store import HeapStore
 from storage.lmdb_store import LmdbStore, StoreConfig
-from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema
 from storage.store import Store, TableRef
+from storage.volatile import VolatileStore
 from tiered_emb.budget import HostBudget, host_bytes
 from tiered_emb.cache import POLICIES, Directory
 from tiered_emb.cold import Table
@@ -65,7 +66,7 @@ class Engine:
         self._shares: dict[RowSchema, int] = {}  # bytes of one row of each table
         self._users = 0
         self._workers = WorkerPool(torch.get_num_threads())
-        counted = not isinstance(self.store, MemoryStore)
+        counted = not isinstance(self.store, VolatileStore)
         self._budget = HostBudget(
             config.ddr_budget_bytes, config.policy, self.store.memory_after if counted else lambda inserts: 0
         )
@@ -242,7 +243,7 @@ def _place(config: TierConfig) -> str | int | None:
 def _open_store(config: TierConfig) -> tuple[Store, bool]:
     """The configured Store, and whether it is ours to close."""
     if config.store is None:
-        return MemoryStore(), True
+        return HeapStore(), True
     if not isinstance(config.store, str | os.PathLike):
         return config.store, False
     buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
