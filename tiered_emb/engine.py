@@ -91,23 +91,31 @@ class Engine:
         engine._users += 1
         return engine
 
-    def leave(self) -> None:
-        """One user fewer; the last one flushes, and closes a Store that the engine opened."""
-        self._users -= 1
-        if self._users:
-            return
-        place = _place(self.config)
-        if place is not None:
-            _ENGINES.pop(place, None)
-        try:
+    def leave(self, names: Sequence[str]) -> None:
+        """A module lets go of its tables; their rows stay. After the last module the engine flushes and closes.
+
+        If the Store does not take the rows, its error is raised and the module is still there, rows and all.
+        """
+        last = self._users == 1
+        if last:
             self.flush()
-        finally:
+        self._users -= 1
+        for name in names:
+            self.tables.pop(name, None)
+        if last:
+            place = _place(self.config)
+            if place is not None:
+                _ENGINES.pop(place, None)
             self._workers.close()
             if self._owned:
                 self.store.close()
 
     def add_tables(self, tables: Sequence[TableConfig], rule: RowRule, seed: int) -> list[tuple[TableGroup, TableRef]]:
-        """Open ``tables`` in the Store; each one's group and reference, in order."""
+        """Open ``tables`` in the Store; each one's group and reference, in order.
+
+        Raises ConfigError for a table that a module uses already, TierCapacityError if the budgets hold no row of one,
+        and what the Store raises; the engine is as it was then.
+        """
         for table in tables:
             if table.name in self.tables:
                 raise ConfigError(
@@ -115,22 +123,29 @@ class Engine:
                     f"give one of the two another name"
                 )
         refs = [self.store.open_table(table.name, row_schema(table.embedding_dim, rule)) for table in tables]
+        before = dict(self._shares)
         for ref in refs:
-            self._shares[ref.schema] = self._shares.get(ref.schema, 0) + ref.schema.row_bytes
-            self.tables[ref.name] = ref
+            if not self._serves(ref):
+                self._shares[ref.schema] = self._shares.get(ref.schema, 0) + ref.schema.row_bytes
+        try:
+            self._make_groups(refs)
+        except BaseException:
+            self._shares = before
+            raise
+        opened = [(self.groups[ref.schema], ref) for ref in refs]
+        for table, (group, ref) in zip(tables, opened, strict=True):
+            group.add_table(Table(table.name, ref.number, table.init, seed))
+            self.tables[table.name] = ref
+        return opened
+
+    def _serves(self, ref: TableRef) -> bool:
+        return ref.schema in self.groups and ref.number in self.groups[ref.schema].cold.tables
+
+    def _make_groups(self, refs: Sequence[TableRef]) -> None:
         self._divide()
         for ref in refs:
             if ref.schema not in self.groups:
                 self._add_group(ref)
-        groups = [self.groups[ref.schema] for ref in refs]
-        for table, group, ref in zip(tables, groups, refs, strict=True):
-            group.add_table(Table(table.name, ref.number, table.init, seed))
-        return list(zip(groups, refs, strict=True))
-
-    def remove_tables(self, names: Sequence[str]) -> None:
-        """Forget that a module uses these tables; their rows stay."""
-        for name in names:
-            self.tables.pop(name, None)
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state."""

@@ -114,7 +114,7 @@ def bag_numbers(bags: Bags, scratch: Scratch) -> torch.Tensor:
 def _of_sums(grad: torch.Tensor, bags: Bags) -> torch.Tensor:
     """Gradient of the bags' sums: a mean's is divided by the bag's length."""
     grad = grad.contiguous()
-    if bags.mode != "mean" or bags.plain:
+    if bags.mode != "mean":
         return grad
     return grad / bags.offsets.diff().clamp(min=1).unsqueeze(1).to(grad)
 

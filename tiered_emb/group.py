@@ -111,9 +111,10 @@ class TableGroup:
 
     def add_table(self, table: Table) -> None:
         """Serve this table too."""
+        known = table.number in self.cold.tables
         self.cold.tables[table.number] = table
-        for tier in self.tiers:
-            tier.counters.add_tables([table.number])
+        for tier in self.tiers if not known else ():
+            tier.counters.add_table(table.number)
 
     # ------------------------------------------------------------------------------------------- the road of a batch
 
@@ -397,7 +398,7 @@ class TableGroup:
             kernels.pool_max(weight, at, batch.inverse, bags.offsets, out, winners, self._workers)
             if plan is not None:
                 plan.arg = winners
-        elif bags.plain:
+        elif bags.copied:
             kernels.gather(weight, at, batch.inverse, out, self._workers)
         else:
             kernels.pool(weight, at, batch.inverse, bags.offsets, bags.weights, bags.mode, out, self._workers)

@@ -106,13 +106,18 @@ class TableLookup:
         group: holds the tables.
         features: by name.
         mode: how bags are pooled.
+
+    With ``copies`` a batch of one id a bag is copied, not pooled.
     """
 
-    def __init__(self, group: TableGroup, features: Sequence[Feature], mode: Mode, updates: Updates) -> None:
+    def __init__(
+        self, group: TableGroup, features: Sequence[Feature], mode: Mode, updates: Updates, *, copies: bool = False
+    ) -> None:
         self.group = group
         self.features = {feature.name: feature for feature in features}
         self.mode: Mode = mode
         self._updates = updates
+        self._copies = copies
         self._anchor = torch.zeros(0, requires_grad=True)  # makes autograd call the backward
 
     def __call__(
@@ -138,9 +143,8 @@ class TableLookup:
     def _batch(self, features: Sequence[Feature], ids: Ids, ends: Ends, weights: torch.Tensor | None) -> IdBatch:
         self._check(features, ids, ends, weights)
         num_bags, num_features = len(ends) - 1, len(features)
-        plain = weights is None and num_bags == len(ids) and bool((ends[1:] > ends[:-1]).all())
         factors = None if weights is None else weights.detach().to("cpu").contiguous()
-        bags = Bags(torch.from_numpy(ends), factors, self.mode, plain)
+        bags = Bags(torch.from_numpy(ends), factors, self.mode, self._copies and num_bags == len(ids))
         segments = ends[np.arange(num_features + 1) * (num_bags // num_features)]
         numbers = np.array([feature.number for feature in features], np.uint32)
         return self.group.dedupe(ids, segments, numbers, bags)

@@ -66,10 +66,10 @@ class RowCounters:
         self.numbers: NDArray[np.uint32] = np.empty(0, np.uint32)
         self.counts: NDArray[np.int64] = np.zeros((len(COUNTS), 0), np.int64)
 
-    def add_tables(self, numbers: list[int]) -> None:
-        """Count these tables too, from zero."""
-        self.numbers = np.append(self.numbers, np.array(numbers, np.uint32))
-        self.counts = np.pad(self.counts, ((0, 0), (0, len(numbers))))
+    def add_table(self, number: int) -> None:
+        """Count this table too, from zero."""
+        self.numbers = np.append(self.numbers, np.uint32(number))
+        self.counts = np.pad(self.counts, ((0, 0), (0, 1)))
 
     def add(self, kind: str, tables: NDArray[np.uint32], sign: int = 1) -> None:
         """Count one row for each table number in ``tables``."""

@@ -126,14 +126,16 @@ class TieredEmbeddingBagCollection(TieredTables):
 class _OneTable(TieredTables):
     """A module of one table: ``rows`` and ``set_rows`` by id."""
 
-    def __init__(self, table: TableConfig, options: ModuleOptions, first: torch.Tensor | None) -> None:
+    def __init__(
+        self, table: TableConfig, options: ModuleOptions, first: torch.Tensor | None, *, copies: bool = False
+    ) -> None:
         super().__init__([table], options)
         self.num_embeddings = table.num_embeddings
         self.embedding_dim = table.embedding_dim
         self.name = table.name
         group, ref = self._opened[table.name]
         feature = Feature(table.name, table.name, ref.number, table.num_embeddings)
-        self._lookup = TableLookup(group, [feature], table.mode, self._updates)
+        self._lookup = TableLookup(group, [feature], table.mode, self._updates, copies=copies)
         if first is not None:
             self._start_from(first)
 
@@ -259,7 +261,7 @@ class TieredEmbedding(_OneTable):
         if _freeze:
             raise ConfigError("_freeze is not offered; use eval() or no_grad() to look rows up without training them")
         table = TableConfig(name, num_embeddings, embedding_dim, [name], "sum", Normal() if init is None else init)
-        super().__init__(table, ModuleOptions(tiers, optimizer, seed, update, device), _weight)
+        super().__init__(table, ModuleOptions(tiers, optimizer, seed, update, device), _weight, copies=True)
         self.padding_idx = padding_id(padding_idx, num_embeddings)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -86,13 +86,15 @@ class Bags:
         offsets: (B + 1,) int64.
         weights: (N,) float32 per-sample weights, or None.
         mode: how a bag's rows become one.
-        plain: every bag holds one id of weight 1, so that pooling is a gather.
+        copied: every bag holds one id and gets a copy of its row, as ``nn.Embedding`` gives it. (A pooled sum starts
+        from
+            0.0, as torch's does, which turns -0.0 into 0.0.)
     """
 
     offsets: torch.Tensor
     weights: torch.Tensor | None
     mode: Mode
-    plain: bool
+    copied: bool = False
 
     @property
     def num_bags(self) -> int:

@@ -53,7 +53,6 @@ class TieredTables(nn.Module):
 
     Attributes:
         tables: the tables, in order.
-        optimizer: the rule as a ``torch.optim.Optimizer``; ``param_groups[0]["lr"]`` is the learning rate.
     """
 
     def __init__(self, tables: Sequence[TableConfig], options: ModuleOptions) -> None:
@@ -62,19 +61,29 @@ class TieredTables(nn.Module):
             raise ConfigError(f"update is {options.update!r}; expected 'backward' or 'step'")
         self.tables = tuple(tables)
         self.device = None if options.device is None else torch.device(options.device)
-        rule = RowwiseAdagrad(lr=0.01) if options.optimizer is None else options.optimizer
+        self._rule = RowwiseAdagrad(lr=0.01) if options.optimizer is None else options.optimizer
+        self._optimizer: RowOptimizer | None = None
         self._closed = False
         self._engine = Engine.open(TierConfig() if options.tiers is None else options.tiers, self.device)
         try:
-            opened = self._engine.add_tables(self.tables, rule, _seed(options.seed))
+            opened = self._engine.add_tables(self.tables, self._rule, _seed(options.seed))
         except BaseException:
-            self._engine.leave()
+            self._engine.leave([])
             raise
         self._opened = dict(zip((table.name for table in self.tables), opened, strict=True))
         steps = max(self._engine.steps.get(table.name, 0) for table in self.tables)
-        self._updates = Updates(options.update, lambda: self.optimizer.rule, steps, self._count_steps)
-        apply = self._updates.apply if options.update == "step" else _nothing
-        self.optimizer = RowOptimizer(rule, apply, self._updates.discard)
+        self._updates = Updates(options.update, self._current_rule, steps, self._count_steps)
+
+    @property
+    def optimizer(self) -> RowOptimizer:
+        """The rule as a ``torch.optim.Optimizer``; ``param_groups[0]["lr"]`` is the learning rate.
+
+        Made when first asked for: a torch optimizer imports half of torch, which a table should not cost.
+        """
+        if self._optimizer is None:
+            apply = self._updates.apply if self._updates.time == "step" else _nothing
+            self._optimizer = RowOptimizer(self._rule, apply, self._updates.discard)
+        return self._optimizer
 
     def flush(self) -> None:
         """Make every changed row, optimizer state included, durable in the store as one state."""
@@ -82,12 +91,15 @@ class TieredTables(nn.Module):
         self._engine.flush()
 
     def close(self) -> None:
-        """Flush and let go of the tiers and the store; a second close does nothing."""
+        """Flush and let go of the tiers and the store; a second close does nothing.
+
+        If the store cannot take the rows its error is raised and the module is still open, so that it can be tried
+        again.
+        """
         if not self._closed:
-            self._closed = True
             self._updates.discard()
-            self._engine.remove_tables([table.name for table in self.tables])
-            self._engine.leave()
+            self._engine.leave([table.name for table in self.tables])
+            self._closed = True
 
     def stats(self) -> EngineStats:
         """Capacity, rows, bytes, hits, misses, evictions and write-backs of each tier, and the store's counts."""
@@ -135,6 +147,9 @@ class TieredTables(nn.Module):
         for first in range(0, len(wanted), chunk):
             _overwrite(group, ref, wanted[first : first + chunk], weights[first : first + chunk])
 
+    def _current_rule(self) -> RowRule:
+        return self._rule if self._optimizer is None else self._optimizer.rule
+
     def _count_steps(self, steps: int) -> None:
         for table in self.tables:
             self._engine.steps[table.name] = steps
@@ -165,7 +180,7 @@ def _seed(seed: int | None) -> int:
 def _overwrite(group: TableGroup, ref: TableRef, ids: Ids, weights: Rows) -> None:
     """Give rows new weights and zero optimizer state; the last of equal ids wins."""
     ends = np.arange(len(ids) + 1, dtype=np.int64)
-    bags = Bags(torch.from_numpy(ends), None, "sum", plain=True)
+    bags = Bags(torch.from_numpy(ends), None, "sum")
     batch: IdBatch = group.dedupe(ids, ends[[0, -1]], np.array([ref.number], np.uint32), bags)
     rows = np.zeros((len(batch.ids), group.row_width), np.float32)
     rows[batch.inverse.numpy(), : group.dim] = weights
