@@ -104,6 +104,23 @@ def test_ids_of_one_tag_are_told_apart() -> None:
         assert not out[~found].any()
 
 
+def test_tables_of_one_id_and_one_tag_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One id under 40,000 table numbers in two shards: about a dozen pairs share all 25 bits that the index keeps."""
+    monkeypatch.setattr("storage.heap_store._SHARDS", 2)
+    with HeapStore() as store:
+        group = store.open_table("t", schema_of(1)).group
+        numbers = np.arange(40_000, dtype=np.uint32)
+        rows = RowIds(group, numbers, np.full(40_000, 7))
+        store.put(RowIds(group, numbers[::2], rows.ids[::2]), numbers[::2].view(np.uint8).reshape(-1, 4))
+        out, found = np.zeros((40_000, 4), np.uint8), np.zeros(40_000, np.bool_)
+        store.get(rows, out, found)
+        assert (found == (numbers % 2 == 0)).all()
+        store.put(rows, numbers[::-1].copy().view(np.uint8).reshape(-1, 4))
+        store.get(rows, out, found)
+        assert found.all()
+        assert (out.reshape(-1).view(np.uint32) == numbers[::-1]).all()
+
+
 def test_bound_of_memory_holds_for_rows_of_any_group() -> None:
     rng = np.random.default_rng(1)
     with HeapStore() as store:
