@@ -101,7 +101,7 @@ class Lfu:
         self._unused[0] = old
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _last_at_most(classes, class_counts, below, goal):  # type: ignore[no-untyped-def]
     """Last class at or after `below` whose count is not above `goal`."""
     while True:
@@ -111,7 +111,7 @@ def _last_at_most(classes, class_counts, below, goal):  # type: ignore[no-untype
         below = higher
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _new_class(classes, class_counts, unused, below, count):  # type: ignore[no-untyped-def]
     """An empty class of this count right above `below`."""
     made, higher = np.int64(unused[0]), np.int64(classes[4 * below + 3])
@@ -124,7 +124,7 @@ def _new_class(classes, class_counts, unused, below, count):  # type: ignore[no-
     return made
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _drop_class(classes, unused, own):  # type: ignore[no-untyped-def]
     """Take an empty class out of the ring."""
     lower, higher = np.int64(classes[4 * own + 2]), np.int64(classes[4 * own + 3])
@@ -134,7 +134,7 @@ def _drop_class(classes, unused, own):  # type: ignore[no-untyped-def]
     unused[0] = own
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _link(nodes, classes, unused, own, older, newer):  # type: ignore[no-untyped-def]
     """Make two nodes of a class neighbours, 0 standing for its ends; a class left with nobody is dropped."""
     if older != 0:
@@ -149,14 +149,14 @@ def _link(nodes, classes, unused, own, older, newer):  # type: ignore[no-untyped
         _drop_class(classes, unused, own)
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _cut(nodes, classes, unused, node):  # type: ignore[no-untyped-def]
     """Take a node out of its class, and the class out of the ring when nobody is left in it."""
     older, newer, own = np.int64(nodes[3 * node]), np.int64(nodes[3 * node + 1]), np.int64(nodes[3 * node + 2])
     _link(nodes, classes, unused, own, older, newer)
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _join(nodes, classes, own, node):  # type: ignore[no-untyped-def]
     """Put a node last in a class."""
     last = np.int64(classes[4 * own + 1])
@@ -168,15 +168,13 @@ def _join(nodes, classes, own, node):  # type: ignore[no-untyped-def]
     classes[4 * own + 1] = node
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _ask_for_neighbours(nodes, slots, i):  # type: ignore[no-untyped-def]
-    """Two-stage prefetch: the node of a slot some way ahead, then its neighbours."""
-    if i + 2 * _AHEAD < len(slots):
-        prefetch_item(nodes, 3 * (np.int64(slots[i + 2 * _AHEAD]) + 1))
-    if i + _AHEAD < len(slots):
-        node = np.int64(slots[i + _AHEAD]) + 1
-        prefetch_item(nodes, 3 * np.int64(nodes[3 * node]))
-        prefetch_item(nodes, 3 * np.int64(nodes[3 * node + 1]))
+    """Two-stage prefetch without a branch, as in LRU: the node of a slot some way ahead, then its neighbours."""
+    prefetch_item(nodes, 3 * (np.int64(slots[min(i + 2 * _AHEAD, len(slots) - 1)]) + 1))
+    node = np.int64(slots[min(i + _AHEAD, len(slots) - 1)]) + 1
+    prefetch_item(nodes, 3 * np.int64(nodes[3 * node]))
+    prefetch_item(nodes, 3 * np.int64(nodes[3 * node + 1]))
 
 
 @njit(nogil=True, cache=True)

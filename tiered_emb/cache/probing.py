@@ -40,7 +40,7 @@ _SPREAD = 0x9E3779B1
 _SLOT_BITS = 0xFFFFFFFF
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def tag_of(table, id):  # type: ignore[no-untyped-def]
     """The 32-bit tag of a row, in a uint64."""
     x = uint64(id)
@@ -51,13 +51,13 @@ def tag_of(table, id):  # type: ignore[no-untyped-def]
     return (x >> uint64(32)) ^ ((uint64(table) * uint64(_SPREAD)) & uint64(_SLOT_BITS))
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def home_of(tag, buckets):  # type: ignore[no-untyped-def]
     """The bucket a tag would like best: floor(tag * buckets / 2^32)."""
     return np.int64((tag * uint64(len(buckets))) >> uint64(32))
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _ask_for_buckets(buckets, tag, more):  # type: ignore[no-untyped-def]
     """Prefetch a tag's home and the bucket `more` (at most 8, a line of buckets) after it."""
     home = home_of(tag, buckets)
@@ -65,26 +65,26 @@ def _ask_for_buckets(buckets, tag, more):  # type: ignore[no-untyped-def]
     prefetch_item(buckets, home + more)
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _slot_in(word):  # type: ignore[no-untyped-def]
     """Slot held by a bucket's word; NO_SLOT for the empty word."""
     return np.int32(np.int64(word & uint64(_SLOT_BITS)) - 1)
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _travelled(buckets, word, bucket):  # type: ignore[no-untyped-def]
     """How far the word in `bucket` sits from its home."""
     distance = bucket - home_of(word >> uint64(32), buckets)
     return distance + len(buckets) if distance < 0 else distance
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _if_tagged(word, tag, otherwise):  # type: ignore[no-untyped-def]
     """`slot + 1` of a word with this tag (0 for the empty word), else `otherwise`; compiles to a conditional move."""
     return word & uint64(_SLOT_BITS) if word >> uint64(32) == tag else otherwise
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _candidate(buckets, tag):  # type: ignore[no-untyped-def]
     """Slot of a bucket with this tag, or NO_SLOT when no row of this tag is there.
 
@@ -105,7 +105,7 @@ def _candidate(buckets, tag):  # type: ignore[no-untyped-def]
     return np.int32(np.int64(found) - 1)
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _candidate_from(buckets, tag, bucket, distance):  # type: ignore[no-untyped-def]
     """The same from a bucket this far from the tag's home on, bucket by bucket."""
     while True:
@@ -120,7 +120,7 @@ def _candidate_from(buckets, tag, bucket, distance):  # type: ignore[no-untyped-
         bucket += 1
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
     """Slot of the row, or NO_SLOT: the complete probe, which goes on past rows that only share the tag."""
     bucket, distance = home_of(tag, buckets), 0
@@ -161,7 +161,7 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
     return found
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _put(buckets, tag, slot):  # type: ignore[no-untyped-def]
     """Enter a row that is absent; whoever is nearer to home than the newcomer would be moves on in its stead."""
     carried, bucket, distance = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets), 0
@@ -180,7 +180,7 @@ def _put(buckets, tag, slot):  # type: ignore[no-untyped-def]
             bucket = 0
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
     """Remove the row in `slot`; False when the table does not hold that slot (then nothing changes)."""
     wanted, hole = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets)
@@ -202,15 +202,17 @@ def _take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
         hole = bucket
 
 
-@njit(nogil=True, inline="always")
+@njit(forceinline=True)
 def _ask_for_row(buckets, slot_tables, slot_ids, slots, i):  # type: ignore[no-untyped-def]
-    """Two-stage prefetch for removing slots[i + ...]: the slot's name first, then its bucket."""
-    if i + PROBE_AHEAD < len(slots):
-        prefetch_item(slot_ids, slots[i + PROBE_AHEAD])
-        prefetch_item(slot_tables, slots[i + PROBE_AHEAD])
-    if i + PROBE_AHEAD // 2 < len(slots):
-        slot = slots[i + PROBE_AHEAD // 2]
-        _ask_for_buckets(buckets, tag_of(slot_tables[slot], slot_ids[slot]), 7)
+    """Two-stage prefetch for removing slots[i + ...]: the row's name first, then its buckets.
+
+    No branch: Numba would count references to the arrays around one, at 30 ns a call (so clamp, do not test).
+    """
+    later = slots[min(i + PROBE_AHEAD, len(slots) - 1)]
+    prefetch_item(slot_ids, later)
+    prefetch_item(slot_tables, later)
+    soon = slots[min(i + PROBE_AHEAD // 2, len(slots) - 1)]
+    _ask_for_buckets(buckets, tag_of(slot_tables[soon], slot_ids[soon]), 7)
 
 
 @njit(nogil=True, cache=True)
@@ -230,8 +232,8 @@ def place_rows(buckets, slot_tables, slot_ids, ledger, freed, tables, ids, slots
     """Give each row a slot: freed ones of earlier removals, then never used ones, then those of `freed` in order."""
     free, fresh, used = ledger[FREE_HEAD], ledger[FRESH], 0
     for i in range(len(ids)):
-        if i + PROBE_AHEAD < len(ids):
-            _ask_for_buckets(buckets, tag_of(tables[i + PROBE_AHEAD], ids[i + PROBE_AHEAD]), 7)
+        later = min(i + PROBE_AHEAD, len(ids) - 1)
+        _ask_for_buckets(buckets, tag_of(tables[later], ids[later]), 7)
         if free != NO_SLOT:
             slot = free
             free = slot_ids[slot]
