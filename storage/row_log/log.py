@@ -37,6 +37,7 @@ from storage.errors import (
     StoreIOError,
     StoreLockedError,
 )
+from storage.row_log.lmdb_pages import bytes_at, place_of_value
 from storage.row_log.manifest import DATA_NAME
 from storage.row_log.state import State
 
@@ -153,12 +154,19 @@ class RowLog:
         joined = b"".join([bytes(number) for number in cursor.iternext(keys=True, values=False)])
         return np.frombuffer(joined, ">u8").astype(np.int64)
 
+    def segments(self, txn: Any) -> dict[int, NDArray[np.uint8]]:
+        """The bytes of every segment by number, ascending, in the memory map; no page of them is touched."""
+        keys = txn.cursor(db=self._segments).iternext(keys=True, values=False)
+        pages = self._env.info()["last_pgno"] + 1
+        places = ((key, *place_of_value(key, self.page_bytes, pages)) for key in keys)
+        return {int.from_bytes(key, "big"): bytes_at(address, size) for key, address, size in places}
+
     def segment(self, txn: Any, number: int) -> NDArray[np.uint8]:
-        """The bytes of a segment, in the memory map."""
-        found = txn.get(int(number).to_bytes(8, "big"), db=self._segments)
-        if found is None:
+        """The bytes of one segment, in the memory map."""
+        cursor = txn.cursor(db=self._segments)
+        if not cursor.set_key(int(number).to_bytes(8, "big")):
             raise CorruptSegmentError(f"segment {number} of {self._where} is gone: the data file is damaged")
-        return np.frombuffer(found, np.uint8)
+        return bytes_at(*place_of_value(cursor.key(), self.page_bytes, self._env.info()["last_pgno"] + 1))
 
     def commit(self, what: Commit) -> None:
         """One transaction, synced. After an error nothing of it happened.

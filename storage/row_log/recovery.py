@@ -12,17 +12,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.log import RowLog
 from storage.row_log.pages import ask_for
 from storage.row_log.places import NUMBER
-from storage.row_log.segment import SegmentHeader, read_header
+from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, rows_offset
 
 LAST_EPOCH = (1 << 63) - 1
 _AHEAD = 32
-_IDS_SHARE = 8  # header and ids are at most about this part of a segment
 
 
 def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, store: bytes, where: str) -> list[int]:
@@ -34,15 +34,12 @@ def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, 
     Raises:
         CorruptSegmentError: a segment is damaged, or is not of this store.
     """
-    known = np.concatenate([np.zeros(0, np.int64), *(g.segments.lines[:, NUMBER] for g in groups)])
-    numbers = np.setdiff1d(log.numbers(txn), known)
+    known = {int(number) for group in groups for number in group.segments.lines[:, NUMBER]}
+    fresh = [(number, segment) for number, segment in log.segments(txn).items() if number not in known]
     later: list[int] = []
-    for i, number in enumerate(numbers.tolist()):
+    for i, (number, segment) in enumerate(fresh):
         if i % _AHEAD == 0:
-            for soon in numbers[i : i + _AHEAD].tolist():
-                segment = log.segment(txn, soon)
-                ask_for(segment.ctypes.data, max(1, len(segment) // _IDS_SHARE))
-        segment = log.segment(txn, number)
+            _ask_for_ids([segment for _, segment in fresh[i : i + _AHEAD]])
         header = read_header(segment, number, where)
         if header.first_epoch > last_epoch:
             later.append(number)
@@ -52,6 +49,14 @@ def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, 
     for group in groups:
         group.bury_replayed()
     return later
+
+
+def _ask_for_ids(segments: list[NDArray[np.uint8]]) -> None:
+    """Put the reads of all headers in flight, then those of all blocks of ids; nothing is verified yet."""
+    for segment in segments:
+        ask_for(segment.ctypes.data, HEADER_BYTES)
+    for segment in segments:
+        ask_for(segment.ctypes.data, min(len(segment), max(HEADER_BYTES, rows_offset(segment))))
 
 
 def _group_of(header: SegmentHeader, groups: list[GroupRows], store: bytes, where: str) -> GroupRows:

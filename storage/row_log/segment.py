@@ -101,6 +101,11 @@ def align8(count: int) -> int:
     return -(-count // 8) * 8
 
 
+def rows_offset(segment: NDArray[np.uint8]) -> int:
+    """What a header says of where the rows begin, unverified."""
+    return int.from_bytes(segment[80:88].tobytes(), "little")
+
+
 def read_header(segment: NDArray[np.uint8], number: int, where: str) -> SegmentHeader:
     """Read and verify a header and the block of ids behind it; rows verify themselves when they are read.
 

@@ -1,0 +1,54 @@
+"""Where LMDB keeps the values of a database, without reading them.
+
+py-lmdb touches every page of a value that it hands out, also as a buffer: asking it where a segment lies would read the
+whole segment, and opening a store the whole file. The keys that a cursor gives lie in LMDB's leaf pages, though, and
+beside each lies what is needed (LMDB 0.9, data format 1, `mdb.c`: `MDB_node`, `MDB_page`):
+
+    u16 size, low half | u16 size, high half | u16 flags | u16 key bytes | key | u64 page number, if F_BIGDATA is set
+
+A page begins with its own number, which gives the address of page 0; a large value begins 16 bytes into its first page.
+Places outside the file are refused here, and whoever reads a segment checks its magic, number, size and checksums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import CorruptSegmentError
+
+_NODE = struct.Struct("<HHHH")
+_PAGE_HEADER_BYTES = 16
+_BIG_DATA = 1
+
+
+def place_of_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, int]:
+    """Address and size of the large value stored under a key, which is a buffer from a cursor of a read transaction.
+
+    Args:
+        key: the buffer; it must not be a copy.
+        page_bytes, pages: size of a page, and how many the file has.
+
+    Raises:
+        CorruptSegmentError: the value is not a large one within the file, so it is no segment of ours.
+    """
+    at = np.frombuffer(key, np.uint8).ctypes.data
+    low, high, flags, key_bytes = _NODE.unpack(ctypes.string_at(at - _NODE.size, _NODE.size))
+    size = low | high << 16
+    page = int.from_bytes(ctypes.string_at(at + len(key), 8), "little")
+    last = page + (_PAGE_HEADER_BYTES + size - 1) // page_bytes
+    if key_bytes != len(key) or not flags & _BIG_DATA or last >= pages:
+        raise CorruptSegmentError(
+            f"segment {bytes(key).hex()} has no pages of its own in data.mdb: the file is damaged"
+        )
+    leaf = at - at % page_bytes
+    first = leaf - int.from_bytes(ctypes.string_at(leaf, 8), "little") * page_bytes
+    return first + page * page_bytes + _PAGE_HEADER_BYTES, size
+
+
+def bytes_at(address: int, size: int) -> NDArray[np.uint8]:
+    """Memory as an array; the caller sees to it that it stays mapped."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
