@@ -1,0 +1,281 @@
+"""Tiers of odd sizes, budgets that hold, and a Store that fails: cases 19 and 24, and the invariants of moving rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from storage import HeapStore, MemoryStore
+from storage.errors import CorruptRowError, StoreFullError
+from storage.schema import table_number
+from storage.store import RowIds
+from tiered_emb import (
+    SGD,
+    ConfigError,
+    JaggedIds,
+    Normal,
+    RowwiseAdagrad,
+    TableConfig,
+    TierCapacityError,
+    TierConfig,
+    TieredEmbeddingBag,
+    TieredEmbeddingBagCollection,
+)
+from tiered_emb.cache import Directory
+from tiered_emb.cold import Table
+from tiered_emb.engine import row_schema
+from tiered_emb.group import TableGroup
+from tiered_emb.plan import Bags
+from tiered_emb.tier import Slab, Tier
+from tiered_emb.workers import WorkerPool
+
+SIZES = [0, 1, 7, 1023]
+
+
+def group_of(top_rows: int, lower_rows: int, store: Any, policy: str = "lru") -> TableGroup:
+    ref = store.open_table("t", row_schema(3, RowwiseAdagrad(0.1)))
+    tiers = [
+        Tier(name, Directory(rows, policy), Slab(rows, 3, 1, torch.device("cpu")))
+        for name, rows in (("hbm", top_rows), ("ddr", lower_rows))
+        if rows
+    ]
+    group = TableGroup(ref.group, ref.schema, store, tiers, WorkerPool(1))
+    group.add_table(Table("t", ref.number, Normal(), 5))
+    return group
+
+
+def batch_of(group: TableGroup, ids: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    ends = torch.arange(len(ids) + 1)
+    return group.dedupe(ids, ends.numpy()[[0, -1]], np.array([table_number("t")], np.uint32), Bags(ends, None, "sum"))
+
+
+def add_one(group: TableGroup, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """A step that adds 1 to every number of the rows, through the seven verbs."""
+    batch = batch_of(group, ids)
+    plan = group.plan(batch)
+    rows = group.fetch(plan)
+    group.commit(plan, rows)
+    group.overwrite(plan, group.read_rows(batch.tables, batch.ids) + 1)
+    group.release(plan)
+
+
+def initial(ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    rows = np.zeros((len(ids), 4), np.float32)
+    weights = np.empty((len(ids), 3), np.float32)
+    Normal().fill(5, np.full(len(ids), table_number("t"), np.uint32), ids, weights)
+    rows[:, :3] = weights
+    return rows
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("lower_rows", SIZES)
+@pytest.mark.parametrize("top_rows", SIZES)
+def test_case_19_tiers_of_any_size(top_rows: int, lower_rows: int, policy: str) -> None:
+    if top_rows == lower_rows == 0:
+        with pytest.raises(ConfigError, match="both 0"):
+            TierConfig(0, 0)
+        return
+    group, rng = group_of(top_rows, lower_rows, HeapStore(), policy), np.random.default_rng(1)
+    room, counts = group.top.capacity_rows, np.zeros(3000, np.int64)
+    for _ in range(60):
+        ids = np.unique(rng.integers(0, 3000, min(room, int(rng.integers(1, 200)))))
+        add_one(group, ids)
+        counts[ids] += 1
+    every = np.arange(3000)
+    tables = np.full(3000, table_number("t"), np.uint32)
+    expected = initial(every)
+    for step in range(int(counts.max())):
+        expected[counts > step] += 1
+    assert np.array_equal(group.read_rows(tables, every), expected)
+    group.write_back()
+    stored = {int(row_id): row for ids, rows in group_rows(group) for row_id, row in zip(ids, rows, strict=True)}
+    assert sorted(stored) == np.flatnonzero(counts).tolist()
+    assert all(np.array_equal(stored[row_id], expected[row_id]) for row_id in stored)
+    with pytest.raises(TierCapacityError, match=rf"{room + 1} distinct rows .* {(room + 1) * 16} bytes"):
+        add_one(group, np.arange(room + 1))
+    assert np.array_equal(group.read_rows(tables, every), expected)
+
+
+def group_rows(group: TableGroup) -> Iterator[tuple[Any, Any]]:
+    for rows, data in group.cold._store.scan(group.number):
+        yield rows.ids, data.view(np.float32)
+
+
+def test_case_19_cached_and_uncached_tables_mixed() -> None:
+    """One collection over an HBM tier alone beside one over both tiers, trained in one step."""
+    tables = [TableConfig("a", None, 4), TableConfig("b", None, 6)]
+    one = TieredEmbeddingBagCollection(tables, tiers=TierConfig("2KiB", 0), optimizer=SGD(1.0), seed=1)
+    two = TieredEmbeddingBagCollection(tables, tiers=TierConfig("2KiB", "1MiB"), optimizer=SGD(1.0), seed=1)
+    with one, two:
+        for step in range(20):
+            part = (torch.arange(step * 30, step * 30 + 40), torch.ones(40, dtype=torch.int64))
+            batch = JaggedIds.from_dict({"a": part, "b": part})
+            outs = [*one(batch).values(), *two(batch).values()]
+            assert torch.equal(outs[0], outs[2])
+            assert torch.equal(outs[1], outs[3])
+            sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+        assert torch.equal(one.rows("b", torch.arange(600)), two.rows("b", torch.arange(600)))
+
+
+class Watched(HeapStore):
+    """Looks at the engine's host memory each time a row passes, which is in the middle of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag: TieredEmbeddingBag | None = None
+        self.seen = 0
+
+    def _look(self) -> None:
+        if self.bag is not None and self.bag._opened:
+            self.seen = max(self.seen, host_memory(self.bag))
+
+    def get(self, *args: Any) -> None:
+        super().get(*args)
+        self._look()
+
+    def put(self, *args: Any) -> None:
+        super().put(*args)
+        self._look()
+
+
+def host_memory(bag: TieredEmbeddingBag) -> int:
+    """What is really allocated, counted from the arrays."""
+    total = 0
+    for group in bag._engine.groups.values():
+        total += group._staging.memory_bytes
+        for tier in group.tiers:
+            total += tier.directory.memory_bytes + tier.capacity_rows
+            total += tier.slab_bytes if tier.name == "ddr" else 0
+    return total
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("hbm", [0, "8KiB"])
+def test_case_24_the_budget_holds_in_the_middle_of_a_step(hbm: int | str, policy: str) -> None:
+    store, limit = Watched(), 100_000
+    tiers = TierConfig(hbm, limit, store, policy)
+    with TieredEmbeddingBag(None, 4, mode="sum", tiers=tiers, optimizer=RowwiseAdagrad(0.1), seed=1) as bag:
+        store.bag = bag
+        rng = np.random.default_rng(2)
+        for step in range(200):
+            ids = torch.from_numpy(rng.integers(0, 20_000, int(rng.integers(1, 300 if step % 50 else 380))))
+            bag(ids.unsqueeze(1)).sum().backward()
+            assert host_memory(bag) <= limit
+            for tier in bag.stats().tiers:
+                assert tier.bytes <= tier.peak_bytes <= tier.capacity_bytes
+        assert 0 < store.seen <= limit
+        assert bag.stats().tiers[-1].evictions > 0
+
+
+def test_case_24_the_index_of_the_store_counts(tmp_path: object) -> None:
+    tiers = TierConfig(0, "256KiB", f"{tmp_path}/rows")
+    with TieredEmbeddingBag(None, 4, mode="sum", tiers=tiers, optimizer=SGD(0.1), seed=1) as bag:
+        first = bag.stats().tiers[0].capacity_rows
+        for start in range(0, 9_000, 100):
+            bag(torch.arange(start, start + 100).unsqueeze(1)).sum().backward()
+            (tier,) = bag.stats().tiers
+            used = host_memory(bag) + bag.stats().store.memory_bytes
+            assert used <= tier.peak_bytes <= tier.capacity_bytes
+        assert tier.capacity_rows < first  # the index grew at the cost of rows
+        expected = bag.rows(torch.arange(9_000))
+    with TieredEmbeddingBag(None, 4, mode="sum", tiers=tiers, optimizer=SGD(0.1), seed=1) as bag:
+        assert torch.equal(bag.rows(torch.arange(9_000)), expected)
+
+
+def test_a_batch_too_large_for_the_budget_leaves_the_tiers_as_they_were() -> None:
+    with TieredEmbeddingBag(None, 4, mode="sum", tiers=TierConfig(0, 100_000), optimizer=SGD(0.1), seed=1) as bag:
+        bag(torch.arange(100).unsqueeze(1)).sum().backward()
+        before = bag.stats()
+        with pytest.raises(TierCapacityError, match="ddr_bytes is 100000: raise it to at least"):
+            bag(torch.arange(100_000).unsqueeze(1))
+        assert bag.stats().tiers == before.tiers
+
+
+class Failing(MemoryStore):
+    """Refuses puts or gets while told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = self.corrupt = False
+
+    def get(self, rows: RowIds, out: Any, found: Any) -> None:
+        if self.corrupt and len(rows):
+            raise CorruptRowError("t", int(rows.ids[0]), "test")
+        super().get(rows, out, found)
+
+    def put(self, rows: RowIds, data: Any) -> None:
+        if self.full and len(rows):
+            raise StoreFullError("no space left")
+        super().put(rows, data)
+
+
+@pytest.mark.parametrize("lower_rows", [0, 5, 40])
+def test_a_full_store_stops_training_and_loses_nothing(lower_rows: int) -> None:
+    store = Failing()
+    group, rng, expected = group_of(20, lower_rows, store), np.random.default_rng(3), initial(np.arange(200))
+    tables = np.full(200, table_number("t"), np.uint32)
+    refused = 0
+    for step in range(120):
+        store.full = step % 10 in (3, 4, 5)
+        ids = np.unique(rng.integers(0, 200, 12))
+        try:
+            plan = group.prepare(batch_of(group, ids))
+        except StoreFullError:
+            refused += 1
+            assert np.array_equal(group.read_rows(tables, np.arange(200)), expected)
+            continue
+        group.overwrite(plan, group.read_rows(plan.batch.tables, plan.batch.ids) + 1)
+        group.release(plan)
+        expected[ids] += 1
+    assert refused > 5
+    assert group.top.directory.pinned_rows == 0
+    store.full = False
+    group.write_back()
+    assert group.cold.unwritten == 0
+    stored = {int(row_id): row for ids, rows in group_rows(group) for row_id, row in zip(ids, rows, strict=True)}
+    assert all(np.array_equal(stored[row_id], expected[row_id]) for row_id in stored)
+
+
+@pytest.mark.parametrize("lower_rows", [0, 5, 40])
+def test_a_read_that_fails_changes_no_row(lower_rows: int) -> None:
+    store = Failing()
+    group, rng, expected = group_of(20, lower_rows, store), np.random.default_rng(4), initial(np.arange(200))
+    tables = np.full(200, table_number("t"), np.uint32)
+    failed = 0
+    for step in range(120):
+        ids = np.unique(rng.integers(0, 200, 12))
+        store.corrupt = step % 4 == 3
+        try:
+            plan = group.prepare(batch_of(group, ids))
+        except CorruptRowError:
+            failed += 1
+            store.corrupt = False
+            assert np.array_equal(group.read_rows(tables, np.arange(200)), expected)
+            continue
+        store.corrupt = False
+        group.overwrite(plan, group.read_rows(plan.batch.tables, plan.batch.ids) + 1)
+        group.release(plan)
+        expected[ids] += 1
+    assert failed > 5
+    assert group.top.directory.pinned_rows == 0
+
+
+def test_closing_over_a_full_store_can_be_tried_again() -> None:
+    store = Failing()
+    bag = TieredEmbeddingBag(None, 4, mode="sum", tiers=TierConfig(0, "64KiB", store), optimizer=SGD(1.0), seed=1)
+    bag(torch.arange(5).unsqueeze(1)).sum().backward()
+    expected = bag.rows(torch.arange(5))
+    store.full = True
+    with pytest.raises(StoreFullError):
+        bag.close()
+    assert torch.equal(bag.rows(torch.arange(5)), expected)
+    store.full = False
+    bag.close()
+    with TieredEmbeddingBag(
+        None, 4, mode="sum", tiers=TierConfig(0, "64KiB", store), optimizer=SGD(1.0), seed=1
+    ) as bag:
+        assert torch.equal(bag.rows(torch.arange(5)), expected)
