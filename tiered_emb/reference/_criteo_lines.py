@@ -83,8 +83,11 @@ def _expected(name: str, field: bytes) -> str:
 
 
 def _shown(field: bytes) -> str:
-    text = field.decode("utf-8", "backslashreplace")
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+    try:
+        text = field.decode()
+    except UnicodeDecodeError:
+        return repr(field[:40]).removeprefix("b") + ("..." if len(field) > 40 else "")
+    return repr(text[:40]) + ("..." if len(text) > 40 else "")
 
 
 @njit(nogil=True, cache=True)

@@ -19,7 +19,8 @@ from tiered_emb.errors import DataError
 from tiered_emb.reference._criteo_lines import COLUMNS, FIELD_NAMES, NUMBERS, ParsedLines, diagnose, parse_lines
 from tiered_emb.reference.stream import ClickBatch, Columns, Feature, Part, held_out_samples, rebatch
 
-_BLOCK_BYTES = 1 << 20  # of text, and the longest line that is believed
+_BLOCK_BYTES = 1 << 20  # of text
+_LONGEST_LINE_BYTES = 1 << 20  # that is believed
 
 Advance = Callable[[int, int], None]
 """Called with bytes of the file read so far and in all."""
@@ -84,10 +85,10 @@ class CriteoStream:
                     rest = text[end:]
                 else:
                     rest += text
-                if len(rest) > _BLOCK_BYTES:
+                if len(rest) > _LONGEST_LINE_BYTES:
                     raise DataError(
-                        f"{self._path}, line {line + 1}: over {_BLOCK_BYTES} bytes without a newline; expected text, "
-                        f"{len(FIELD_NAMES)} fields between tabs a line"
+                        f"{self._path}, line {line + 1}: over {_LONGEST_LINE_BYTES} bytes without a newline; expected "
+                        f"text with {len(FIELD_NAMES)} fields between tabs a line"
                     )
         if rest:
             yield rest + b"\n", line

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from storage.lmdb_store import LmdbStore
+from storage.schema import Column, RowSchema
+from tiered_emb.cli import main
+from tiered_emb.reference import command
+from tiered_emb.reference.check import IDENTICAL
+from tiered_emb.reference.settings import TrainOptions
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 lines of a Criteo-format file, its clicks told by C1."""
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("data") / "clicks.tsv"
+    with path.open("w") as file:
+        for _ in range(400):
+            ids = rng.zipf(1.4, 26) % 500
+            click = int(rng.random() < 0.2 + 0.6 * (ids[0] % 2))
+            numbers = ["" if n < 0 else str(n) for n in rng.integers(-1, 50, 13)]
+            file.write("\t".join([str(click), *numbers, *(f"{i:x}" for i in ids)]) + "\n")
+    return path
+
+
+def train(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["train", *map(str, args)])
+
+
+def test_json_is_the_last_line_and_the_table_goes_elsewhere(clicks: Path, tmp_path: Path) -> None:
+    result = train("--data", clicks, "--store", tmp_path / "rows", "--check", "dense", "--json", "-")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert len(result.stdout.splitlines()) == 1
+    assert report["dense_check"] == "identical"
+    assert {"auc", "log_loss", "samples_per_s", "losses_sha256", "rows_sha256", "tiers"} <= set(report)
+    assert "against whole tables in memory: identical" in result.stderr
+    assert "written" in result.stderr
+
+
+def test_json_file_and_table_on_stdout(clicks: Path, tmp_path: Path) -> None:
+    result = train("--data", clicks, "--json", tmp_path / "report.json", "--hbm-bytes", "512KiB")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [tier["name"] for tier in report["tiers"]] == ["hbm", "ddr"]
+    assert "AUC" in result.stdout
+    assert "hbm" in result.stdout
+
+
+def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_emb.reference.job.Job.check", lambda *args: "step 3: table 'C1', id 4")
+    result = train("--data", clicks, "--check", "dense")
+    assert result.exit_code == 1
+    assert "step 3: table 'C1', id 4" in result.stdout
+    assert IDENTICAL not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dim", "0"], "--dim is 0; expected an integer from 1 to 65536"),
+        (["--batch-size", "-4"], "--batch-size is -4; expected"),
+        (["--epochs", "0"], "--epochs is 0; expected"),
+        (["--threads", "0"], "--threads is 0; expected"),
+        (["--seed", "-1"], "--seed is -1; expected"),
+        (["--ddr-bytes", "12 parsecs"], "--ddr-bytes is '12 parsecs'; expected a number of bytes such as"),
+        (["--hbm-bytes", "-5"], "--hbm-bytes is '-5'; expected"),
+        (["--hbm-bytes", "0", "--ddr-bytes", "0"], "hbm_bytes and ddr_bytes are both 0"),
+        (["--policy", "arc"], "--policy is 'arc'; expected one of lfu, lru"),
+        (["--optimizer", "lion"], "--optimizer is 'lion'; expected one of adagrad, adam"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--json", "/no/such/place/report.json"], "--json /no/such/place/report.json is in /no/such/place"),
+    ],
+)
+def test_options_that_make_no_sense_end_with_2_and_one_line(clicks: Path, options: list[str], message: str) -> None:
+    result = train("--data", clicks, *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tiered-emb: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_malformed_line_ends_with_1_and_one_line(clicks: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.tsv"
+    lines = clicks.read_text().splitlines()
+    lines[200] = lines[200].replace("\t", " ", 1)
+    bad.write_text("\n".join(lines))
+    result = train("--data", bad)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"tiered-emb: {bad}, line 201: field 1 (label) is '")
+
+
+def test_a_path_that_is_no_store_and_a_store_of_another_schema(clicks: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "to_grandma.txt").write_text("Dear")
+    result = train("--data", clicks, "--store", tmp_path / "letters")
+    assert result.exit_code == 1
+    assert "letters" in result.stderr
+    with LmdbStore(tmp_path / "rows") as store:
+        store.open_table("C1", RowSchema((Column("weight", "float32", 8),)))
+    result = train("--data", clicks, "--store", tmp_path / "rows")
+    assert result.exit_code == 1
+    assert "C1" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_ctrl_c_before_training_ends_with_130(clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_job", interrupted)
+    result = train("--data", clicks)
+    assert result.exit_code == 130
+    assert result.stderr == "tiered-emb: interrupted\n"
+
+
+def test_help_names_every_option() -> None:
+    text = CliRunner().invoke(main, ["train", "--help"]).stdout
+    options = TrainOptions.__dataclass_fields__
+    assert len(options) == 14
+    for option in options:
+        assert f"--{option.replace('_', '-')} " in text
+
+
+def test_criteo_sample_through_three_tiers(require_shared: Callable[[str], Path], tmp_path: Path) -> None:
+    sample = require_shared("data/criteo/criteo_7200.tsv.gz")
+    found = []
+    for policy, hbm, ddr in (("lru", "256KiB", "2MiB"), ("lfu", "0", "2MiB")):
+        result = train(
+            *("--data", sample, "--dim", "16", "--batch-size", "128", "--store", tmp_path / policy),
+            *("--hbm-bytes", hbm, "--ddr-bytes", ddr, "--policy", policy, "--check", "dense", "--json", "-"),
+        )
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout.splitlines()[-1]))
+        for tier in found[-1]["tiers"]:
+            assert tier["hits"] > 0
+            assert tier["evictions"] > 0
+            assert tier["peak_bytes"] <= tier["capacity_bytes"]
+        assert found[-1]["tiers"][-1]["write_backs"] > 0
+        assert found[-1]["store"]["bytes_read"] > 0
+        assert found[-1]["dense_check"] == IDENTICAL
+        assert found[-1]["auc"] >= 0.72
+    assert found[0]["losses_sha256"] == found[1]["losses_sha256"]
+    assert found[0]["rows_sha256"] == found[1]["rows_sha256"]
