@@ -111,7 +111,7 @@ def test_tables_of_one_id_and_one_tag_are_told_apart(monkeypatch: pytest.MonkeyP
         group = store.open_table("t", schema_of(1)).group
         numbers = np.arange(40_000, dtype=np.uint32)
         rows = RowIds(group, numbers, np.full(40_000, 7))
-        store.put(RowIds(group, numbers[::2], rows.ids[::2]), numbers[::2].view(np.uint8).reshape(-1, 4))
+        store.put(RowIds(group, numbers[::2], rows.ids[::2]), numbers[::2].copy().view(np.uint8).reshape(-1, 4))
         out, found = np.zeros((40_000, 4), np.uint8), np.zeros(40_000, np.bool_)
         store.get(rows, out, found)
         assert (found == (numbers % 2 == 0)).all()
