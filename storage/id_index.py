@@ -27,6 +27,7 @@ store's lock. The index knows nothing of LMDB and nothing of what rows hold.
 from __future__ import annotations
 
 import math
+import mmap
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from storage.row_log.raw import load64, prefetch, store64
 ADDRESS, CAPACITY, USED, LIMIT = range(4)
 MAX_SHARDS = 1 << 14
 _FIRST_CAPACITY = 16
+_OWN_PAGES = 2048  # entries
 _ARRAY_OVERHEAD = 128  # a numpy array's object and its allocation
 
 _TAG_SHIFT, _TAG_BITS, _TAG_MASK = np.uint64(16), np.uint64(24), np.uint64((1 << 24) - 1)
@@ -205,14 +207,13 @@ class IdIndex:
     @property
     def memory_bytes(self) -> int:
         """Host memory held."""
-        arrays = int(np.count_nonzero(self.table[:, CAPACITY]))
         fixed = self.table.nbytes + self._level.nbytes + 8 * len(self._entries)
-        return 8 * int(self.table[:, CAPACITY].sum()) + arrays * _ARRAY_OVERHEAD + fixed
+        return int(_array_bytes(self.table[:, CAPACITY]).sum()) + fixed
 
     def grow(self, shard: int) -> None:
         """Make room in one shard."""
         self._level[shard] += 1
-        entries = np.zeros(_capacity(float(self._level[shard])), np.uint64)
+        entries = _zeros(_capacity(float(self._level[shard])))
         old = self._entries[shard]
         if old is not None:
             _move_entries(old, entries)
@@ -243,14 +244,31 @@ class IdIndex:
         if inserts <= 0:
             return 0
         capacity, grown = self.table[:, CAPACITY], self._next_capacities()
-        jumps = 8 * (grown - capacity) + np.where(capacity == 0, _ARRAY_OVERHEAD, 0)
+        jumps = _array_bytes(grown) - _array_bytes(capacity) + np.where(grown >= _OWN_PAGES, mmap.PAGESIZE, 0)
         needed = self.table[:, LIMIT] - self.table[:, USED] + 1
         order = np.argsort(-jumps / needed)
         pushed = int(np.searchsorted(np.cumsum(needed[order]), inserts, side="left")) + 1
-        return int(jumps[order[:pushed]].sum()) + 8 * int(grown.max())
+        return int(jumps[order[:pushed]].sum()) + int(_array_bytes(grown).max())
 
     def _next_capacities(self) -> NDArray[np.int64]:
         return np.array([_capacity(level + 1) for level in self._level.tolist()])
+
+
+def _array_bytes(capacity: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Host memory of arrays of so many entries."""
+    pages = -(-8 * capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+    return np.where(capacity >= _OWN_PAGES, pages, 8 * capacity) + np.where(capacity > 0, _ARRAY_OVERHEAD, 0)
+
+
+def _zeros(capacity: int) -> NDArray[np.uint64]:
+    """Entries; large arrays in pages of their own, which go back to the system when a shard has outgrown them.
+
+    The allocator would keep them: an index that grew to 4 MB held another 1 MB in pieces too small for the next array.
+    """
+    if capacity < _OWN_PAGES:
+        return np.zeros(capacity, np.uint64)
+    pages = mmap.mmap(-1, 8 * capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint64)
 
 
 def _capacity(level: float) -> int:
