@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
 
 from storage.errors import StoreLockedError
@@ -32,6 +33,7 @@ class Owner:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._descriptors: list[int] = []
+        weakref.finalize(self, _close_all, self._descriptors)  # a store that was dropped without close()
         try:
             self._lock(directory / OWNER_NAME, os.O_RDWR | os.O_CREAT)
             self._sign()
@@ -63,10 +65,14 @@ class Owner:
 
     def close(self) -> None:
         """Give up the right to write."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        _close_all(self._descriptors)
 
     let_go = close  # in a forked child: the parent's lock stays, since it is one lock with two descriptors
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _holder(directory: Path) -> str:

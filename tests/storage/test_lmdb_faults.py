@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -354,6 +355,8 @@ class TestSecondWriter:
             for path in (tmp_path / "s", tmp_path / "link"):
                 with pytest.raises(StoreLockedError, match=rf"process {os.getpid()} on .* since .*read_only=True"):
                     LmdbStore(path)
+            with pytest.raises(StoreLockedError, match="already open in this process"):
+                LmdbStore(tmp_path / "s", read_only=True)
             check_equal(store, 0, rows)
         LmdbStore(tmp_path / "link").close()
 
@@ -373,5 +376,12 @@ class TestSecondWriter:
         with pytest.raises(NotAStoreError):
             LmdbStore(tmp_path / "s")
         (tmp_path / "s" / "manifest.json").write_text(good)
+        with LmdbStore(tmp_path / "s") as again:
+            check_equal(again, 0, rows)
+
+    def test_a_store_that_was_dropped_without_close_leaves_no_lock(self, tmp_path: Path) -> None:
+        store, rows = filled(tmp_path / "s")
+        del store
+        gc.collect()
         with LmdbStore(tmp_path / "s") as again:
             check_equal(again, 0, rows)
