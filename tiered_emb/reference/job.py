@@ -62,6 +62,8 @@ def run_job(settings: Settings, console: Console, *, hashes: bool = False, check
     """
     torch.set_num_threads(settings.threads)
     stream = open_stream(settings, console)
+    if settings.hbm_bytes and _device(settings).type == "cpu":
+        console.print("no GPU here: the HBM tier stands in host memory", highlight=False)
     with StopSignal() as stop, _store_path(settings) as path:
         job = Job(settings, stream, console, stop)
         with job.open_bags(path) as bags:
