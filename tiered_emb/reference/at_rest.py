@@ -54,13 +54,14 @@ class RowsAtRest:
             yield ids[part], np.asarray(spooled[places[part]])
 
     def sha256(self) -> str:
-        """Over each table's name, ids and rows, weights and optimizer state alike, little endian."""
+        """Over each table's name and a zero byte, then row by row the id (8 bytes) and the row with its optimizer state
+        (4 bytes a number), little endian."""
         digest = hashlib.sha256()
         for table in self.tables():
             digest.update(table.encode() + b"\0")
             for ids, rows in self.blocks(table):
-                digest.update(ids.astype("<i8").tobytes())
-                digest.update(rows.astype("<f4").tobytes())
+                named = [ids.astype("<i8")[:, None].view(np.uint8), rows.astype("<f4").view(np.uint8)]
+                digest.update(np.concatenate(named, axis=1).tobytes())
         return digest.hexdigest()
 
     def __enter__(self) -> Self:

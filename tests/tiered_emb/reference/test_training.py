@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import signal
+import struct
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -283,6 +285,9 @@ def test_rows_at_rest_are_hashed_in_order_of_table_and_id() -> None:
         assert first.sha256() == second.sha256()
         assert len({first.sha256(), part.sha256(), none.sha256()}) == 3
         assert first.tables() == ["a", "b"]
+        by_hand = b"a\0" + b"".join(struct.pack("<q2f", i, *rows[n]) for n, i in ((5, 7), (4, 9)))
+        by_hand += b"b\0" + b"".join(struct.pack("<q2f", i, *rows[n]) for n, i in ((1, -3), (3, 0), (0, 5), (2, 2**62)))
+        assert first.sha256() == hashlib.sha256(by_hand).hexdigest()
         got_ids, got_rows = next(first.blocks("b"))
         assert got_ids.tolist() == [-3, 0, 5, 2**62]
         assert got_rows.tolist() == [[2, 3], [6, 7], [0, 1], [4, 5]]
