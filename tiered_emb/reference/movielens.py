@@ -103,7 +103,10 @@ def fetch(folder: Path, download: Download | None = None) -> Path:
         return folder
     with tempfile.TemporaryDirectory(prefix="tiered-emb-") as scratch:
         (download or pip_download)(Path(scratch))
-        _unpack(Path(scratch), folder)
+        try:
+            _unpack(Path(scratch), folder)
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise DataError(f"MovieLens-100k could not be unpacked into {folder}: {error}") from error
     return folder
 
 
