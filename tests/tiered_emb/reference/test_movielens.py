@@ -89,7 +89,7 @@ def test_another_wheel_is_refused(tmp_path: Path, known: None) -> None:
 
 def test_a_cache_that_cannot_be_written_and_a_wheel_without_the_files(tmp_path: Path, known: None) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="could not be unpacked into .*file/cache"):
+    with pytest.raises(DataError, match=r"could not be unpacked into .*file/cache"):
         fetch(tmp_path / "file" / "cache", wheel_with(FILES))
     with pytest.raises(DataError, match=r"could not be unpacked.*ml-100k\.item"):
         fetch(tmp_path / "cache", wheel_with({name: FILES[name] for name in list(FILES)[:2]}))
