@@ -111,7 +111,7 @@ def test_a_second_backward_is_refused() -> None:
 def test_pins_end_with_the_graph_whatever_becomes_of_it() -> None:
     """Forwards without a backward, in eval, under no_grad, with failing backwards: no pin stays, new ids come in."""
     with make(HBM_OF_10) as bag:
-        for step in range(300):
+        for step in range(100):
             ids = torch.arange(step * 8, step * 8 + 8).unsqueeze(1)
             kind = step % 5
             if kind == 0:
@@ -131,7 +131,7 @@ def test_pins_end_with_the_graph_whatever_becomes_of_it() -> None:
                 with pytest.raises(ZeroDivisionError):
                     bad.backward()
                 del out, bad
-            gc.collect()
+                gc.collect()
             assert pinned(bag) == 0, step
 
 
