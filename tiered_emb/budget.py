@@ -14,7 +14,7 @@ Owned by the thread that plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiered_emb.cache import Directory
@@ -24,14 +24,31 @@ from tiered_emb.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class _Demand:
-    """What a batch of ``group`` will need: rows to move, rows the Store may take for the first time."""
+class Coming:
+    """A batch that is about to be planned: how many of its rows are missing in the top tier, and how many it has."""
 
-    group: TableGroup | None
-    moving: int
+    group: TableGroup
+    missing: int
+    unique: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What batches will need: rows to move at once, by group number, and rows the Store may take for the first time."""
+
+    moving: dict[int, int]
     inserts: int
 
+    @classmethod
+    def of(cls, batches: Sequence[Coming], times: tuple[int, int] = (1, 1)) -> _Demand:
+        """Of batches planned one after the other, each factor times over."""
+        moving: dict[int, int] = {}
+        for batch in batches:
+            moving[batch.group.number] = max(moving.get(batch.group.number, 0), times[0] * batch.missing)
+        return cls(moving, times[1] * sum(batch.missing for batch in batches))
 
+
+_NOTHING = _Demand({}, 0)
 _CALM = 2, 4  # a step's later forwards may move twice, and store four times, what the first one does
 _AMPLE = 2, 16  # what a shrink makes room for, so that the next one is far off
 
@@ -54,11 +71,11 @@ class HostBudget:
     def join(self, group: TableGroup) -> None:
         """Charge this group too, and be asked before each of its plans."""
         self._groups.append(group)
-        group.make_room = lambda missing, unique: self._make_room(group, missing, unique)
+        group.make_room = lambda missing, unique: self.make_room([Coming(group, missing, unique)])
 
     def charged_bytes(self) -> int:
         """What is charged now."""
-        return self._charged(_Demand(None, 0, 0))
+        return self._charged(_NOTHING)
 
     def rows_for(self, row_bytes: int, other_bytes: int, share: float) -> int:
         """Capacity of a new DDR tier that gets ``share`` of what is left beside ``other_bytes``; an error if none."""
@@ -77,33 +94,33 @@ class HostBudget:
     def lower_for(self, shares: dict[int, float]) -> None:
         """Lower the DDR tiers to ``shares`` (by group number) of what they may take; the rest is for new groups."""
         for group in self._groups:
-            part = int(self._room(_Demand(None, 0, 0)) * shares[group.number])
+            part = int(self._room(_NOTHING) * shares[group.number])
             self._lower(group, max(part, self._tier_bytes(1, group.schema.row_bytes)))
 
-    def _make_room(self, group: TableGroup, missing: int, unique: int) -> bool:
-        """Fit a batch into the budget; whether a tier was lowered.
+    def make_room(self, batches: Sequence[Coming]) -> bool:
+        """Fit batches that will be planned one after the other into the budget; whether a tier was lowered.
 
-        Raises TierCapacityError, with nothing changed, if the budget is too small for the batch.
+        Lowering a tier may push out rows of the batches: count again what is missing and ask again.
+        Raises TierCapacityError, with nothing changed, if the budget is too small for them.
         """
         if not self.limit_bytes:
             return False
-        need = _Demand(group, missing, missing)
+        need = _Demand.of(batches)
         calm = not any(_pinned(one) for one in self._groups)
-        wish = _Demand(group, _CALM[0] * missing, _CALM[1] * missing) if calm else need
+        wish = _Demand.of(batches, _CALM) if calm else need
         if self._charged(wish) <= self.limit_bytes:
             self._note(need)
             return False
-        least = {one.number: self._least(one, unique if one is group else 0) for one in self._groups}
-        if calm:
-            ample = _Demand(group, _AMPLE[0] * missing, _AMPLE[1] * missing)
-            if self._room(ample) >= sum(least.values()):
-                return self._share(ample, least)
-            if self._charged(need) <= self.limit_bytes:
-                self._note(need)
-                return False
+        least = {group.number: self._least(group, batches) for group in self._groups}
+        ample = _Demand.of(batches, _AMPLE)
+        if calm and self._room(ample) >= sum(least.values()):
+            return self._share(ample, least)
+        if self._charged(need) <= self.limit_bytes:
+            self._note(need)
+            return False
         short = sum(least.values()) - self._room(need)
         if short > 0:
-            raise self._too_small(group, missing, unique, short)
+            raise self._too_small(batches, short)
         return self._share(need, least)
 
     def _share(self, demand: _Demand, least: dict[int, int]) -> bool:
@@ -130,16 +147,17 @@ class HostBudget:
 
     def _charged(self, demand: _Demand) -> int:
         rows = sum(host_bytes(tier) for group in self._groups for tier in group.tiers)
-        moving = sum(one.staging_bytes(demand.moving if one is demand.group else 0) for one in self._groups)
+        moving = sum(one.staging_bytes(demand.moving.get(one.number, 0)) for one in self._groups)
         return rows + moving + self._store_bytes(demand.inserts)
 
     def _room(self, demand: _Demand) -> int:
         """What the DDR tiers may take together beside ``demand``."""
         return self.limit_bytes - self._charged(demand) + sum(_ddr_bytes(group) for group in self._groups)
 
-    def _least(self, group: TableGroup, unique: int) -> int:
-        """What a DDR tier needs: where batches are worked on, the next one's rows beside the pinned; else a row."""
-        rows = max(1, unique + group.top.directory.pinned_rows) if group.lower is None else 1
+    def _least(self, group: TableGroup, batches: Sequence[Coming]) -> int:
+        """What a DDR tier needs: where batches are worked on, the coming rows beside the pinned ones; else one row."""
+        coming = sum(batch.unique for batch in batches if batch.group is group)
+        rows = max(1, coming + group.top.directory.pinned_rows) if group.lower is None else 1
         return self._tier_bytes(rows, group.schema.row_bytes)
 
     def _tier_bytes(self, rows: int, row_bytes: int) -> int:
@@ -148,11 +166,12 @@ class HostBudget:
     def _note(self, demand: _Demand) -> None:
         self.peak_bytes = max(self.peak_bytes, self._charged(demand))
 
-    def _too_small(self, group: TableGroup, missing: int, unique: int, short: int) -> TierCapacityError:
+    def _too_small(self, batches: Sequence[Coming], short: int) -> TierCapacityError:
+        unique, missing = sum(batch.unique for batch in batches), sum(batch.missing for batch in batches)
         return TierCapacityError(
-            f"a batch of {unique} distinct rows of {group.schema.row_bytes} bytes, {missing} of them to be brought in, "
-            f"needs {self.limit_bytes + short} bytes of host memory with the bookkeeping and the store's index, but "
-            f"ddr_bytes is {self.limit_bytes}: raise it to at least that or use smaller batches"
+            f"a batch of {unique} distinct rows, {missing} of them to be brought in, needs {self.limit_bytes + short} "
+            f"bytes of host memory with the bookkeeping and the store's index, but ddr_bytes is {self.limit_bytes}: "
+            f"raise it to at least that or use smaller batches"
         )
 
 

@@ -28,7 +28,7 @@ from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.schema import Column, RowSchema
 from storage.store import Store, TableRef
 from storage.volatile import VolatileStore
-from tiered_emb.budget import HostBudget, host_bytes
+from tiered_emb.budget import Coming, HostBudget, host_bytes
 from tiered_emb.cache import POLICIES, Directory
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
@@ -36,7 +36,7 @@ from tiered_emb.errors import ConfigError, TierCapacityError
 from tiered_emb.group import TableGroup
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.optim import RowRule
-from tiered_emb.plan import Ids, Rows
+from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.workers import WorkerPool
 
@@ -146,6 +146,16 @@ class Engine:
         for ref in refs:
             if ref.schema not in self.groups:
                 self._add_group(ref)
+
+    def expect(self, batches: Sequence[tuple[TableGroup, IdBatch]]) -> None:
+        """Make room for batches that will be planned one after the other.
+
+        Raises TierCapacityError, with nothing changed, if the budgets are too small for them.
+        """
+        while self._budget.make_room(
+            [Coming(group, group.count_missing(batch), len(batch.ids)) for group, batch in batches]
+        ):
+            pass
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state."""

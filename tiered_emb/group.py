@@ -216,6 +216,11 @@ class TableGroup:
         )
         return out
 
+    def count_missing(self, batch: IdBatch) -> int:
+        """Rows of the batch that the top tier does not hold; changes nothing."""
+        slots = np.empty(len(batch.ids), np.int32)
+        return len(slots) - self.top.directory.find(batch.tables, batch.ids, slots)
+
     def peek(self, batch: IdBatch) -> torch.Tensor:
         """The pooled rows (B, D) without a trace: nothing admitted, no policy, counter or pin changed."""
         slots = np.empty(len(batch.ids), np.int32)

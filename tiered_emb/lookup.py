@@ -99,6 +99,23 @@ def _release(lookup: TableLookup, uses: Sequence[Use]) -> None:
         lookup.group.release(use.plan)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """What one look-up is asked in one forward.
+
+    Attributes:
+        lookup: to be asked.
+        batch: the ids.
+        weights: (N,) float32 per-sample weights as autograd knows them, or None.
+        num_features: F.
+    """
+
+    lookup: TableLookup
+    batch: IdBatch
+    weights: torch.Tensor | None
+    num_features: int
+
+
 class TableLookup:
     """Looks features up; see the module's essay.
 
@@ -120,25 +137,30 @@ class TableLookup:
         self._copies = copies
         self._anchor = torch.zeros(0, requires_grad=True)  # makes autograd call the backward
 
-    def __call__(
-        self, names: Sequence[str], ids: Ids, ends: Ends, weights: torch.Tensor | None, training: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """Pooled rows (B, D) of each of F features, in the order of ``names``.
+    def ask(self, names: Sequence[str], ids: Ids, ends: Ends, weights: torch.Tensor | None) -> Question:
+        """The checked, deduplicated ids of F features, in the order of ``names``.
 
-        ``ids`` (N,) int64 and ``ends`` (F * B + 1,) int64 as JaggedIds' offsets; ``weights`` (N,) float32 or None. With
-        ``training`` and gradients enabled the batch is admitted to the tiers; otherwise nothing is left behind.
-        Raises InvalidBatchError and IdRangeError with nothing changed, TierCapacityError as ``TableGroup.plan``.
+        ``ids`` (N,) int64 and ``ends`` (F * B + 1,) int64 as JaggedIds' offsets; ``weights`` (N,) float32 or None.
+        Raises InvalidBatchError and IdRangeError; nothing is changed by it.
         """
-        self._updates.drop_failed()
         features = [self.features[name] for name in names]
-        batch = self._batch(features, ids, ends, weights)
+        return Question(self, self._batch(features, ids, ends, weights), weights, len(names))
+
+    def answer(self, question: Question, training: bool) -> tuple[torch.Tensor, ...]:
+        """Pooled rows (B, D) of each of the F features.
+
+        With ``training`` and gradients enabled the batch is admitted to the tiers; otherwise nothing is left behind.
+        Raises TierCapacityError as ``TableGroup.plan``, and what the Store raises.
+        """
+        batch, weights, features = question.batch, question.weights, question.num_features
+        self._updates.drop_failed()
         if training and torch.is_grad_enabled():
             plan = self.group.prepare(batch)
-            outs: tuple[torch.Tensor, ...] = _Pooled.apply(self._anchor, weights, self, plan, len(names))  # type: ignore[no-untyped-call]
+            outs: tuple[torch.Tensor, ...] = _Pooled.apply(self._anchor, weights, self, plan, features)  # type: ignore[no-untyped-call]
             return outs
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-            return self._weighted_only(batch, weights).tensor_split(len(names))
-        return _by_feature(self.group.peek(batch), len(names))
+            return self._weighted_only(batch, weights).tensor_split(features)
+        return _by_feature(self.group.peek(batch), features)
 
     def _batch(self, features: Sequence[Feature], ids: Ids, ends: Ends, weights: torch.Tensor | None) -> IdBatch:
         self._check(features, ids, ends, weights)

@@ -85,9 +85,12 @@ class TieredEmbeddingBagCollection(TieredTables):
         if (len(ends) - 1) % len(batch.features):
             raise InvalidBatchError(f"{len(ends) - 1} bags do not divide over {len(batch.features)} features")
         pooled: dict[str, torch.Tensor] = {}
-        for lookup in self._lookups:
-            names = [name for name in batch.features if name in lookup.features]
-            outs = lookup(names, *select(batch, ids, ends, names), self.training)
+        asked = [[name for name in batch.features if name in lookup.features] for lookup in self._lookups]
+        questions = [
+            lookup.ask(names, *select(batch, ids, ends, names))
+            for lookup, names in zip(self._lookups, asked, strict=True)
+        ]
+        for names, outs in zip(asked, self._answers(questions), strict=True):
             pooled.update(zip(names, map(self._to_device, outs), strict=True))
         return {name: pooled[name] for name in batch.features}
 
@@ -230,7 +233,7 @@ class TieredEmbeddingBag(_OneTable):
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         if self.padding_idx is not None:
             ids, ends, weights = without(self.padding_idx, ids, ends, weights)
-        return self._to_device(self._lookup([self.name], ids, ends, weights, self.training)[0])
+        return self._to_device(self._answers([self._lookup.ask([self.name], ids, ends, weights)])[0][0])
 
 
 class TieredEmbedding(_OneTable):
@@ -271,5 +274,5 @@ class TieredEmbedding(_OneTable):
         ends = np.arange(len(ids) + 1, dtype=np.int64)
         if self.padding_idx is not None:
             ids, ends, _ = without(self.padding_idx, ids, ends, None)
-        (out,) = self._lookup([self.name], ids, ends, None, self.training)
+        ((out,),) = self._answers([self._lookup.ask([self.name], ids, ends, None)])
         return self._to_device(out.view(*input.shape, self.embedding_dim))

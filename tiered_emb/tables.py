@@ -20,7 +20,7 @@ from tiered_emb.engine import Engine
 from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import checked_ids, listed
-from tiered_emb.lookup import Updates, UpdateTime
+from tiered_emb.lookup import Question, Updates, UpdateTime
 from tiered_emb.metrics import EngineStats
 from tiered_emb.optim import RowRule, RowwiseAdagrad
 from tiered_emb.optim.facade import RowOptimizer
@@ -121,6 +121,12 @@ class TieredTables(nn.Module):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _answers(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
+        """The outputs of one forward's look-ups; room is made for all of them before the first one pins its rows."""
+        if len(questions) > 1 and self.training and torch.is_grad_enabled():
+            self._engine.expect([(question.lookup.group, question.batch) for question in questions])
+        return [question.lookup.answer(question, self.training) for question in questions]
 
     def _rows(self, table: TableConfig, ids: torch.Tensor) -> torch.Tensor:
         self._check_open()
