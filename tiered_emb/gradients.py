@@ -97,6 +97,15 @@ def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, wo
     tier.dirty[work.slots] = True
 
 
+def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratch, workers: WorkerPool) -> torch.Tensor:
+    """Gradient (N,) of per-sample weights: the rows of ``plan``, unchanged since the forward, times ``grad`` (B, D)."""
+    batch, out = plan.batch, torch.empty(len(plan.batch.inverse), device=grad.device)
+    bags = bag_numbers(batch.bags, scratch)
+    slots = torch.from_numpy(plan.slots)
+    tier.kernels.per_sample_gradients(tier.slab.weight, slots, batch.inverse, bags, grad.contiguous(), out, workers)
+    return out
+
+
 def _sum(tier: Tier, work: RowGradients, first: int, last: int, out: torch.Tensor) -> None:
     if work.arg is not None:
         tier.kernels.sum_gradients_max(work.grad, work.arg, work.bags, work.start, work.position, first, last, out)

@@ -42,7 +42,7 @@ from storage.schema import RowSchema
 from storage.store import Store
 from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
-from tiered_emb.gradients import Use, apply_gradients, bag_numbers, row_gradients
+from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gradients
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers, Victims
@@ -204,17 +204,7 @@ class TableGroup:
 
     def weight_gradients(self, plan: Plan, grad: torch.Tensor) -> torch.Tensor:
         """Gradient (N,) of the per-sample weights, from the rows as they were in the forward pass."""
-        out = torch.empty(len(plan.batch.inverse), device=grad.device)
-        self.top.kernels.per_sample_gradients(
-            self.top.slab.weight,
-            torch.from_numpy(plan.slots),
-            plan.batch.inverse,
-            bag_numbers(plan.batch.bags, self._scratch),
-            grad.contiguous(),
-            out,
-            self._workers,
-        )
-        return out
+        return weight_gradients(self.top, plan, grad, self._scratch, self._workers)
 
     def count_missing(self, batch: IdBatch) -> int:
         """Rows of the batch that the top tier does not hold; changes nothing."""
