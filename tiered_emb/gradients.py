@@ -78,12 +78,21 @@ def row_gradients(uses: Sequence[Use], deduper: batch_kernels.Deduper, scratch: 
     start = scratch.take("start", len(slots) + 1, np.int64)
     position = scratch.take("position", len(inverse), np.int32)
     batch_kernels.group_positions(inverse, len(slots), start, position)
-    return RowGradients(slots, grad, in_bag, weights, arg, torch.from_numpy(start), torch.from_numpy(position))
+    device = grad.device
+    return RowGradients(
+        slots,
+        grad,
+        in_bag.to(device),
+        None if weights is None else weights.to(device),
+        arg,
+        torch.from_numpy(start).to(device),
+        torch.from_numpy(position).to(device),
+    )
 
 
 def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, workers: WorkerPool) -> None:
     """Sum each row's gradients and change the row; rows are partitioned over ``workers``, each row whole."""
-    slab, slots = tier.slab, torch.from_numpy(work.slots)
+    slab, slots = tier.slab, tier.on_device(work.slots)
 
     def part(first: int, last: int) -> None:
         sums = torch.empty((min(CHUNK_ROWS, last - first), slab.weight.shape[1]), device=slab.device)
@@ -100,9 +109,9 @@ def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, wo
 def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratch, workers: WorkerPool) -> torch.Tensor:
     """Gradient (N,) of per-sample weights: the rows of ``plan``, unchanged since the forward, times ``grad`` (B, D)."""
     batch, out = plan.batch, torch.empty(len(plan.batch.inverse), device=grad.device)
-    bags = bag_numbers(batch.bags, scratch)
-    slots = torch.from_numpy(plan.slots)
-    tier.kernels.per_sample_gradients(tier.slab.weight, slots, batch.inverse, bags, grad.contiguous(), out, workers)
+    slots, inverse = tier.on_device(plan.slots), tier.on_device(batch.inverse)
+    bags = tier.on_device(bag_numbers(batch.bags, scratch))
+    tier.kernels.per_sample_gradients(tier.slab.weight, slots, inverse, bags, grad.contiguous(), out, workers)
     return out
 
 
@@ -172,6 +181,6 @@ def _joined_winners(uses: Sequence[Use]) -> torch.Tensor | None:
         taking = np.arange(size) if use.taking_part is None else use.taking_part
         place = np.full(size + 1, -1, np.int32)  # the last one is for winner -1, an empty bag
         place[taking] = np.arange(seen, seen + len(taking), dtype=np.int32)
-        winners.append(torch.from_numpy(place)[use.plan.arg.long()])
+        winners.append(torch.from_numpy(place).to(use.plan.arg.device)[use.plan.arg.long()])
         seen += len(taking)
     return torch.cat(winners)

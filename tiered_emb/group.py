@@ -382,19 +382,19 @@ class TableGroup:
         step = self._move_rows
         return (items[i : i + step] for i in range(0, len(items), step))
 
-    # --------------------------------------------------------------------------------------------------- pooling
-
     def _pool(self, weight: torch.Tensor, slots: Slots, batch: IdBatch, plan: Plan | None) -> torch.Tensor:
         """Pool rows ``weight[slots]``; a plan remembers which positions won its max bags."""
-        bags, kernels, at = batch.bags, self.top.kernels, torch.from_numpy(slots)
+        bags, kernels, device = batch.bags, self.top.kernels, self.top.on_device
+        at, inverse, ends = device(slots), device(batch.inverse), device(bags.offsets)
         out = torch.empty((bags.num_bags, self.dim), device=weight.device)
         if bags.mode == "max":
             winners = torch.empty(out.shape, dtype=torch.int32, device=weight.device)
-            kernels.pool_max(weight, at, batch.inverse, bags.offsets, out, winners, self._workers)
+            kernels.pool_max(weight, at, inverse, ends, out, winners, self._workers)
             if plan is not None:
                 plan.arg = winners
         elif bags.copied:
-            kernels.gather(weight, at, batch.inverse, out, self._workers)
+            kernels.gather(weight, at, inverse, out, self._workers)
         else:
-            kernels.pool(weight, at, batch.inverse, bags.offsets, bags.weights, bags.mode, out, self._workers)
+            factors = None if bags.weights is None else device(bags.weights)
+            kernels.pool(weight, at, inverse, ends, factors, bags.mode, out, self._workers)
         return out

@@ -207,6 +207,7 @@ class _Pooled(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.lookup, ctx.plan = lookup, plan
+        ctx.weights_device = None if weights is None else weights.device
         return _by_feature(lookup.group.lookup(plan), features)
 
     @staticmethod
@@ -223,7 +224,9 @@ class _Pooled(torch.autograd.Function):
         if not any(used):
             return None, None, None, None, None
         grad = _joined(grads)
-        weight_grad = lookup.group.weight_gradients(plan, grad) if ctx.needs_input_grad[1] else None
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = lookup.group.weight_gradients(plan, grad).to(ctx.weights_device)
         lookup._updates.record(lookup, Use(plan, grad, None if all(used) else _positions(plan, used)))
         return None, weight_grad, None, None, None
 

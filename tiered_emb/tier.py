@@ -13,6 +13,7 @@ Shapes: S slots, D dimension, K state width, N rows.
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,17 +96,25 @@ class Tier:
         """Device memory of the rows."""
         return self.capacity_rows * row_bytes(self.slab)
 
+    def on_device(self, array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        """``array`` where the slab is; itself if that is the host."""
+        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+        return tensor.to(self.slab.device)
+
     def read(self, slots: Slots, out: Rows) -> None:
         """Copy the rows of ``slots`` (N,) to ``out`` (N, D + K)."""
-        slab = self.slab
+        slab, host = self.slab, torch.from_numpy(out)
         if len(slots):
-            self.kernels.read_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(out))
+            rows = host if slab.device.type == "cpu" else torch.empty(host.shape, device=slab.device)
+            self.kernels.read_rows(slab.weight, slab.state, self.on_device(slots), rows)
+            if rows is not host:
+                host.copy_(rows)
 
     def write(self, slots: Slots, rows: Rows) -> None:
         """Copy ``rows`` (N, D + K) to ``slots`` (N,)."""
         slab = self.slab
         if len(slots):
-            self.kernels.write_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(rows))
+            self.kernels.write_rows(slab.weight, slab.state, self.on_device(slots), self.on_device(rows))
 
     def admit(self, tables: TableNumbers, ids: Ids, counts: NDArray[np.int32], slots: Slots) -> Victims:
         """Give each absent row (N,) a slot, written to ``slots`` (N,), clean; the rows that leave for it.

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_emb import SGD, Adagrad, Adam, JaggedIds, Normal, RowwiseAdagrad, TableConfig, TierConfig, Uniform
+from tiered_emb import SGD, Adagrad, Adam, JaggedIds, Normal, RowwiseAdagrad, TableConfig, TierConfig, Uniform, kernels
 from tiered_emb import TieredEmbeddingBagCollection as Collection
 from tiered_emb.engine import row_schema
 from tiered_emb.optim import RowRule
@@ -116,6 +116,13 @@ def test_features_out_of_the_loss_are_not_updated() -> None:
 def test_random_streams(seed: int, hbm_rows: int, ddr: int, policy: str, rule: RowRule) -> None:
     if hbm_rows or ddr:
         check(TierConfig(bytes_of(hbm_rows, rule), ddr, None, policy), rule, seed, unused=seed % 2 == 0).close()
+
+
+def test_the_reference_kernels_drive_the_tiers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an HBM tier on another device runs."""
+    monkeypatch.setattr(kernels, "for_device", lambda device: kernels.reference)
+    rule = RULES["rowwise_adagrad"]
+    check(TierConfig(bytes_of(45, rule), "100KiB"), rule, seed=4).close()
 
 
 def test_a_table_used_twice_is_updated_once() -> None:
