@@ -198,6 +198,9 @@ class IdIndex:
         self.shift = np.uint64(64 - (shards.bit_length() - 1))
         self._entries: list[NDArray[np.uint64] | None] = [None] * shards
         self._level = np.arange(shards) / shards - 1  # of growth: whole steps so far, and what sets shards apart
+        self._array_bytes = np.zeros(shards, np.int64)  # held by each shard's entries
+        self._grown_bytes = np.array([_array_bytes(_capacity(level + 1)) for level in self._level.tolist()])
+        self._jump_bytes = self._grown_bytes.copy()  # what a shard's next growth costs
 
     @property
     def rows(self) -> int:
@@ -207,8 +210,9 @@ class IdIndex:
     @property
     def memory_bytes(self) -> int:
         """Host memory held."""
-        fixed = self.table.nbytes + self._level.nbytes + 8 * len(self._entries)
-        return int(_array_bytes(self.table[:, CAPACITY]).sum()) + fixed
+        of_shards = (self._level, self._array_bytes, self._grown_bytes, self._jump_bytes)
+        fixed = self.table.nbytes + sum(array.nbytes for array in of_shards) + 8 * len(self._entries)
+        return int(self._array_bytes.sum()) + fixed
 
     def grow(self, shard: int) -> None:
         """Make room in one shard."""
@@ -221,6 +225,15 @@ class IdIndex:
         self.table[shard, ADDRESS] = entries.ctypes.data
         self.table[shard, CAPACITY] = len(entries)
         self.table[shard, LIMIT] = len(entries) * 4 // 5
+        self._plan_growth(shard)
+
+    def _plan_growth(self, shard: int) -> None:
+        """Note what the shard holds and what its next growth will cost, so that a bound costs no pass over Python."""
+        grown = _capacity(float(self._level[shard]) + 1)
+        self._array_bytes[shard] = _array_bytes(int(self.table[shard, CAPACITY]))
+        self._grown_bytes[shard] = _array_bytes(grown)
+        own_pages = mmap.PAGESIZE if grown >= _OWN_PAGES else 0
+        self._jump_bytes[shard] = self._grown_bytes[shard] - self._array_bytes[shard] + own_pages
 
     def find(
         self, segments: NDArray[np.int64], tables: NDArray[np.uint32], ids: NDArray[np.int64]
@@ -243,21 +256,19 @@ class IdIndex:
         """
         if inserts <= 0:
             return 0
-        capacity, grown = self.table[:, CAPACITY], self._next_capacities()
-        jumps = _array_bytes(grown) - _array_bytes(capacity) + np.where(grown >= _OWN_PAGES, mmap.PAGESIZE, 0)
         needed = self.table[:, LIMIT] - self.table[:, USED] + 1
-        order = np.argsort(-jumps / needed)
+        if int(needed.sum()) <= inserts:  # every shard may be pushed over
+            return int(self._jump_bytes.sum()) + int(self._grown_bytes.max())
+        order = np.argsort(-self._jump_bytes / needed)
         pushed = int(np.searchsorted(np.cumsum(needed[order]), inserts, side="left")) + 1
-        return int(jumps[order[:pushed]].sum()) + int(_array_bytes(grown).max())
-
-    def _next_capacities(self) -> NDArray[np.int64]:
-        return np.array([_capacity(level + 1) for level in self._level.tolist()])
+        return int(self._jump_bytes[order[:pushed]].sum()) + int(self._grown_bytes.max())
 
 
-def _array_bytes(capacity: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Host memory of arrays of so many entries."""
-    pages = -(-8 * capacity // mmap.PAGESIZE) * mmap.PAGESIZE
-    return np.where(capacity >= _OWN_PAGES, pages, 8 * capacity) + np.where(capacity > 0, _ARRAY_OVERHEAD, 0)
+def _array_bytes(capacity: int) -> int:
+    """Host memory of an array of so many entries."""
+    if capacity >= _OWN_PAGES:
+        return -(-8 * capacity // mmap.PAGESIZE) * mmap.PAGESIZE + _ARRAY_OVERHEAD
+    return 8 * capacity + (_ARRAY_OVERHEAD if capacity else 0)
 
 
 def _zeros(capacity: int) -> NDArray[np.uint64]:
