@@ -1,4 +1,4 @@
-"""What a policy is: the order in which slots give up their rows, behind four batch verbs.
+"""What a policy is: the order in which slots give up their rows, behind four batch verbs, `resize` and `clear`.
 
 A policy keeps an order of slots and nothing else: no ids, no pins of its own, no rows. The Directory tells it what
 happened and asks it for victims. A new policy is one file with a class like `lru.Lru`, one line in `POLICIES`, and one
