@@ -21,6 +21,10 @@ A missing id is not an error: it is a bit in the `found` mask of `Store.get`.
 
 from __future__ import annotations
 
+import errno
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
 
 class StorageError(Exception):
     """The root of every error a store raises on purpose."""
@@ -98,3 +102,10 @@ class CorruptRowError(CorruptionError):
 
     def __reduce__(self) -> tuple[type[CorruptRowError], tuple[int, int, str]]:
         return type(self), (self.table, self.id, self.where)
+
+
+def disk_error(error: OSError, message: str) -> StorageError:
+    """The error of ours for one of the system's: no room, or a disk that fails."""
+    if error.errno in NO_ROOM:
+        return StoreFullError(f"{message}; free space on its disk")
+    return StoreIOError(message)

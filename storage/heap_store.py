@@ -178,7 +178,7 @@ class HeapStore(VolatileStore[_Group]):
         """See `Store.get`."""
         with self._lock:
             group = self._group(rows.group)
-            check_batch(rows, out, group.schema.row_bytes)
+            check_batch(rows, out, group.schema.row_bytes, written=True)
             check_found(rows, found)
             hits = group.get(rows, out, found)
             self._count(rows_read=hits, bytes_read=hits * group.schema.row_bytes)

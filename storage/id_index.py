@@ -13,7 +13,8 @@ What follows from that:
   grow at the same moment. Loads lie between 0.64 and 0.8: 10 to 12.5 bytes a row, plus one shard during
   its growth.
 - A tag is no proof. Readers prove a row by its checksum, which is keyed by table and id, and fall back on the ids
-  stored in the segment; writers always compare the stored id and table, so that no id ever takes another's entry.
+  stored in the segment; writers always compare the stored id and table, so that no id ever takes another's entry,
+  and in the row log the checksum too before an id gets an entry, so that none gets a second one.
   With S shards of R rows a missing id meets a false tag with odds of about R / 2^24.
 
 The design speaks of 16-bit tags and 48-bit places. With 16 bits a shard of 64 k rows would have to read one stored id
@@ -45,8 +46,8 @@ _FIRST_CAPACITY = 16
 _OWN_PAGES = 2048  # entries
 _ARRAY_OVERHEAD = 128  # a numpy array's object and its allocation
 
-_TAG_SHIFT, _TAG_BITS, _TAG_MASK = np.uint64(16), np.uint64(24), np.uint64((1 << 24) - 1)
-_PLACE_BITS, _PLACE_MASK = np.uint64(40), np.uint64((1 << 40) - 1)
+_TAG_SHIFT, TAG_BITS, _TAG_MASK = np.uint64(16), np.uint64(24), np.uint64((1 << 24) - 1)
+PLACE_BITS, PLACE_MASK = np.uint64(40), np.uint64((1 << 40) - 1)
 _0, _1, _8 = np.uint64(0), np.uint64(1), np.uint64(8)
 _PREFETCH_AHEAD = 16
 
@@ -61,7 +62,7 @@ def tag_of(hash: Any) -> Any:
 def home_address(shards: Any, shift: Any, hash: Any) -> Any:
     """Where the search for a hash begins: an address, to be prefetched."""
     shard = hash >> shift
-    at = (tag_of(hash) * np.uint64(shards[shard, CAPACITY])) >> _TAG_BITS
+    at = (tag_of(hash) * np.uint64(shards[shard, CAPACITY])) >> TAG_BITS
     return np.uint64(shards[shard, ADDRESS]) + at * _8
 
 
@@ -74,11 +75,11 @@ def first_match(shards: Any, shift: Any, hash: Any) -> Any:
     if capacity > _0:
         base = np.uint64(shards[shard, ADDRESS])
         tag = tag_of(hash)
-        at = (tag * capacity) >> _TAG_BITS
+        at = (tag * capacity) >> TAG_BITS
         entry = load64(base + at * _8)
         while entry != _0:
-            if entry >> _PLACE_BITS == tag:
-                place = entry & _PLACE_MASK
+            if entry >> PLACE_BITS == tag:
+                place = entry & PLACE_MASK
                 break
             at += _1
             if at == capacity:
@@ -96,14 +97,14 @@ def seek(shards: Any, shift: Any, hash: Any, segments: Any, table: Any, id: Any)
     if capacity > _0:
         base = np.uint64(shards[shard, ADDRESS])
         tag = tag_of(hash)
-        at = (tag * capacity) >> _TAG_BITS
+        at = (tag * capacity) >> TAG_BITS
         while True:
             entry = load64(base + at * _8)
             if entry == _0:
                 position = -1 - np.int64(at)
                 break
-            if entry >> _PLACE_BITS == tag:
-                place = entry & _PLACE_MASK
+            if entry >> PLACE_BITS == tag:
+                place = entry & PLACE_MASK
                 if stored_id(segments, place) == id and stored_table(segments, place) == np.uint64(table):
                     position = np.int64(at)
                     break
@@ -116,13 +117,13 @@ def seek(shards: Any, shift: Any, hash: Any, segments: Any, table: Any, id: Any)
 @njit(inline="always")
 def place_of(shards: Any, shift: Any, hash: Any, position: Any) -> Any:
     """The place in the entry at a position that `seek` gave."""
-    return load64(np.uint64(shards[hash >> shift, ADDRESS]) + np.uint64(position) * _8) & _PLACE_MASK
+    return load64(np.uint64(shards[hash >> shift, ADDRESS]) + np.uint64(position) * _8) & PLACE_MASK
 
 
 @njit(inline="always")
 def set_entry(shards: Any, shift: Any, hash: Any, position: Any, place: Any) -> None:
     """Write the entry at a position (0 or more) of the hash's shard."""
-    entry = (tag_of(hash) << _PLACE_BITS) | place
+    entry = (tag_of(hash) << PLACE_BITS) | place
     store64(np.uint64(shards[hash >> shift, ADDRESS]) + np.uint64(position) * _8, entry)
 
 
@@ -141,7 +142,7 @@ def remove_entry(shards: Any, shift: Any, hash: Any, position: Any) -> None:
         entry = load64(base + at * _8)
         if entry == _0:
             break
-        home = ((entry >> _PLACE_BITS) * capacity) >> _TAG_BITS
+        home = ((entry >> PLACE_BITS) * capacity) >> TAG_BITS
         from_home = at - home if at >= home else at + capacity - home
         from_gap = at - gap if at >= gap else at + capacity - gap
         if from_home >= from_gap:
@@ -157,7 +158,7 @@ def _move_entries(source: Any, target: Any) -> None:
     capacity = np.uint64(len(target))
     for entry in source:
         if entry != _0:
-            at = ((entry >> _PLACE_BITS) * capacity) >> _TAG_BITS
+            at = ((entry >> PLACE_BITS) * capacity) >> TAG_BITS
             while target[at] != _0:
                 at += _1
                 if at == capacity:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
@@ -35,7 +35,7 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from storage.errors import (
-    CorruptRowError,
+    CorruptionError,
     SchemaMismatchError,
     StorageError,
     StoreChangedError,
@@ -43,9 +43,9 @@ from storage.errors import (
     StoreConfigError,
     StoreForkedError,
     StoreFullError,
-    StoreIOError,
     StoreMissingError,
     StoreReadOnlyError,
+    disk_error,
 )
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
@@ -100,8 +100,7 @@ class LmdbStore:
         self._lock = RLock()
         self._pid = os.getpid()
         self._closed = False
-        self._version = 0
-        self._rows_read = self._rows_written = self._bytes_read = 0
+        self._version = self._rows_read = self._rows_written = self._bytes_read = 0
         self._groups: list[GroupRows] = []
         self._owner: Owner | None = None
         self._log: RowLog | None = None
@@ -109,13 +108,10 @@ class LmdbStore:
         self._reader: Reader | None = None
         try:
             self._open()
-        except OSError as error:
+        except BaseException as error:
             self._release()
-            if isinstance(error, StorageError):
-                raise
-            raise StoreIOError(f"{self.path} could not be opened: {error}") from error
-        except BaseException:
-            self._release()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise disk_error(error, f"{self.path} could not be opened: {error}") from error
             raise
         _OPEN_STORES.add(self)
 
@@ -137,7 +133,9 @@ class LmdbStore:
 
     def _open_log(self, create: bool) -> None:
         to_commit = self.durability == "commit"
-        self._log = RowLog(self.path, self.config.map_size_bytes, self.read_only, sync_meta=to_commit)
+        self._log = RowLog(
+            self.path, self.config.map_size_bytes, read_only=self.read_only, sync_meta=to_commit, create=create
+        )
         if self._owner is not None:
             self._owner.lock_data_file()
         if not create:
@@ -204,6 +202,8 @@ class LmdbStore:
     def open_table(self, name: str, schema: RowSchema) -> TableRef:
         """See `Store.open_table`; a store open for reading raises StoreMissingError for a table that is not there."""
         with self._lock, self._view():
+            if name not in self._manifest.tables and self.read_only:
+                self._refresh()  # the writer may have created it and committed nothing since
             if name not in self._manifest.tables:
                 self._create_table(name, schema)
             number, group = self._manifest.tables[name]
@@ -227,7 +227,7 @@ class LmdbStore:
         try:
             changed.save(self.path)
         except OSError as error:
-            raise StoreIOError(f"the manifest of {self.path} could not be written: {error}") from error
+            raise disk_error(error, f"the manifest of {self.path} could not be written: {error}") from error
         self._manifest = changed
         self._add_groups()
 
@@ -250,15 +250,11 @@ class LmdbStore:
 
     def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
         """See `Store.get`."""
-        with self._lock, self._view():
+        with self._lock, self._view(), self._damage_or_fork():
             group = self._group(rows.group)
-            check_batch(rows, out, group.row_bytes)
+            check_batch(rows, out, group.row_bytes, written=True)
             check_found(rows, found)
-            try:
-                group.get(rows, out, found)
-            except CorruptRowError as error:
-                self._check_not_moved(error)
-                raise
+            group.get(rows, out, found)
             hits = int(found.sum())
             self._rows_read += hits
             self._bytes_read += hits * group.stride
@@ -288,8 +284,7 @@ class LmdbStore:
         for slot in slots:
             at = 0
             while at >= 0:
-                with self._lock, self._view():
-                    self._check_open()
+                with self._lock, self._view(), self._damage_or_fork():
                     if self._rows_version() != version:
                         raise StoreChangedError(f"rows of {self.path} were changed during a scan: scan again")
                     at, block = rows.live_block(slot, at)
@@ -381,10 +376,15 @@ class LmdbStore:
             )
         return self._writer
 
-    def _check_not_moved(self, error: CorruptRowError) -> None:
-        if os.getpid() != self._pid:
+    @contextmanager
+    def _damage_or_fork(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptionError as error:
+            if os.getpid() == self._pid:
+                raise
             raise StoreForkedError(
-                f"{self.path}: row {error.id} is no longer where it was when this process was forked: "
+                f"{self.path} is no longer what it was when this process was forked ({error}): "
                 "open the store here with read_only=True to follow the writer"
             ) from error
 

@@ -69,7 +69,7 @@ class MemoryStore(VolatileStore[_Group]):
         """See `Store.get`."""
         with self._lock:
             group = self._group(rows.group)
-            check_batch(rows, out, group.schema.row_bytes)
+            check_batch(rows, out, group.schema.row_bytes, written=True)
             check_found(rows, found)
             for i, row in enumerate(zip(rows.tables.tolist(), rows.ids.tolist(), strict=True)):
                 place = group.places.get(row)

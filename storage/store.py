@@ -169,16 +169,18 @@ class Store(Protocol):
     ) -> None: ...
 
 
-def check_batch(rows: RowIds, data: RowBytes, row_bytes: int) -> None:
-    """Refuse row bytes that do not fit their ids.
+def check_batch(rows: RowIds, data: RowBytes, row_bytes: int, *, written: bool = False) -> None:
+    """Refuse row bytes that do not fit their ids; `written` says that they are where rows will be copied to.
 
     Raises:
-        ValueError: `data` is not uint8 (N, row_bytes) with the bytes of a row adjacent.
+        ValueError: `data` is not uint8 (N, row_bytes) with the bytes of a row adjacent, or may not be written.
     """
     if data.dtype != np.uint8 or data.shape != (len(rows), row_bytes):
         raise ValueError(f"row bytes {data.dtype} {data.shape}: expected uint8 ({len(rows)}, {row_bytes})")
     if len(rows) and data.strides[1] != 1:
         raise ValueError(f"row bytes with strides {data.strides}: the bytes of a row must be adjacent")
+    if written and not data.flags.writeable:
+        raise ValueError("the array that rows are copied to is read-only: pass one that may be written")
 
 
 def check_found(rows: RowIds, found: Mask) -> None:

@@ -225,6 +225,12 @@ class StoreContract:
             with pytest.raises(StoreConfigError, match="group 5"):
                 store.put(RowIds(5, two.tables, two.ids), np.zeros((2, 8), np.uint8))
             assert contents(store, table.group) == {}
+            store.put(two, np.ones((2, 8), np.uint8))
+            out = np.zeros((2, 8), np.uint8)
+            out.flags.writeable = False
+            with pytest.raises(ValueError, match="read-only"):
+                store.get(two, out, np.zeros(2, np.bool_))
+            assert not out.any()
 
     # ---- sequences
 

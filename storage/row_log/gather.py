@@ -9,6 +9,10 @@ table and id, prove that they are whole and the right ones. What is left over, a
 `settle`, which compares stored ids and tells the two apart. So the common row costs one line of the index and its own
 bytes, and the block of ids stored in its segment is never touched.
 
+Stored ids were verified when the store was opened, and may have been damaged since. So whoever is about to give an id a
+new entry in the index asks the checksums too (`seek_row`): an id that is not recognised keeps its entry, and no look-up
+ever finds an old version behind it.
+
 Writing appends to the open segment and changes the index row by row, in the order of the batch. The kernels stop where
 Python must act: at a full segment or a full shard. Called under the store's lock.
 """
@@ -21,7 +25,12 @@ import numpy as np
 from numba import njit
 
 from storage.id_index import (
+    ADDRESS,
+    CAPACITY,
     LIMIT,
+    PLACE_BITS,
+    PLACE_MASK,
+    TAG_BITS,
     USED,
     first_match,
     home_address,
@@ -29,6 +38,7 @@ from storage.id_index import (
     remove_entry,
     seek,
     set_entry,
+    tag_of,
 )
 from storage.row_log.hashing import mix, row_seed, xxh64
 from storage.row_log.places import (
@@ -71,6 +81,39 @@ def prefetch_row(address: Any, stride: Any) -> None:
 def row_address(segments: Any, place: Any, stride: Any) -> Any:
     """Where the row at a place is stored."""
     return np.uint64(segments[slot_of(place), ROWS]) + row_of(place) * stride
+
+
+@njit
+def _prove(shards: Any, shift: Any, hash: Any, segments: Any, stride: Any, table: Any, id: Any) -> Any:
+    """As `seek`, by the checksums of the rows: where the entry of an id is whose stored id is damaged."""
+    shard = hash >> shift
+    base = np.uint64(shards[shard, ADDRESS])
+    capacity = np.uint64(shards[shard, CAPACITY])
+    tag = tag_of(hash)
+    at = (tag * capacity) >> TAG_BITS
+    while True:
+        entry = load64(base + at * _8)
+        if entry == _0:
+            return -1 - np.int64(at)
+        if entry >> PLACE_BITS == tag:
+            row = row_address(segments, entry & PLACE_MASK, stride)
+            if load64(row) == xxh64(row + _8, stride - _8, row_seed(table, id)):
+                return np.int64(at)
+        at += _1
+        if at == capacity:
+            at = _0
+
+
+@njit(inline="always")
+def seek_row(shards: Any, shift: Any, hash: Any, segments: Any, stride: Any, table: Any, id: Any) -> Any:
+    """As `seek`, for ids in a file that may have been damaged since it was opened: no row gets a second entry.
+
+    A stored id that was damaged is no match any more, and one of its row's two entries would lead to an old version.
+    """
+    position = seek(shards, shift, hash, segments, table, id)
+    if position < 0 and first_match(shards, shift, hash) != _0:
+        position = _prove(shards, shift, hash, segments, stride, table, id)
+    return position
 
 
 @njit(nogil=True, cache=True)
@@ -137,7 +180,7 @@ def settle(
         if found[i] or places[i] == _0:
             continue
         hash = mix(tables[i], ids[i])
-        position = seek(shards, shift, hash, segments, tables[i], ids[i])
+        position = seek_row(shards, shift, hash, segments, stride, tables[i], ids[i])
         if position >= 0:
             place = place_of(shards, shift, hash, position)
             row = row_address(segments, place, stride)
@@ -201,7 +244,7 @@ def append_rows(
         if count == capacity:
             return i, SEGMENT_FULL, 0
         hash = mix(tables[i], ids[i])
-        position = seek(shards, shift, hash, segments, tables[i], ids[i])
+        position = seek_row(shards, shift, hash, segments, stride, tables[i], ids[i])
         shard = np.int64(hash >> shift)
         if position < 0 and shards[shard, USED] >= shards[shard, LIMIT]:
             return i, SHARD_FULL, shard
@@ -246,7 +289,7 @@ def append_tombstones(
     for i in range(start, len(ids)):
         _ask_for_id(segments, places, i)
         hash = mix(tables[i], ids[i])
-        position = seek(shards, shift, hash, segments, tables[i], ids[i])
+        position = seek_row(shards, shift, hash, segments, stride, tables[i], ids[i])
         if position < 0:
             continue
         if count == capacity:
@@ -288,7 +331,7 @@ def live_rows(shards: Any, shift: Any, segments: Any, slot: Any, start: Any, tab
 
 
 @njit(nogil=True, cache=True)
-def replay(shards: Any, shift: Any, segments: Any, slot: Any, last_epoch: Any, start: Any) -> Any:
+def replay(shards: Any, shift: Any, segments: Any, stride: Any, slot: Any, last_epoch: Any, start: Any) -> Any:
     """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
 
     Of two versions the one with the newer epoch wins, within a segment the later one; rows with epochs above
@@ -310,7 +353,7 @@ def replay(shards: Any, shift: Any, segments: Any, slot: Any, last_epoch: Any, s
             continue
         table, id = np.uint32(stored_table(segments, place)), stored_id(segments, place)
         hash = mix(table, id)
-        position = seek(shards, shift, hash, segments, table, id)
+        position = seek_row(shards, shift, hash, segments, stride, table, id)
         shard = np.int64(hash >> shift)
         if position < 0:
             if shards[shard, USED] >= shards[shard, LIMIT]:

@@ -32,6 +32,7 @@ from storage.row_log.gather import (
     replay,
     settle,
 )
+from storage.row_log.lmdb_pages import bytes_at
 from storage.row_log.pages import PageAdvisor
 from storage.row_log.places import (
     CODES,
@@ -48,7 +49,7 @@ from storage.row_log.places import (
     stored_table,
 )
 from storage.row_log.raw import row_step
-from storage.row_log.segment import SegmentHeader, stride_of
+from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, segment_size, stride_of
 from storage.row_log.write_buffer import WriteBuffer
 from storage.store import Mask, RowBytes, RowIds
 
@@ -191,6 +192,13 @@ class GroupRows:
         """As `Store.delete`."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
+        for first in range(0, len(ids), BLOCK_ROWS):
+            part = slice(first, first + BLOCK_ROWS)
+            self._bury_block(tables[part], ids[part], open_buffer)
+
+    def _bury_block(
+        self, tables: NDArray[np.uint32], ids: NDArray[np.int64], open_buffer: Callable[[GroupRows], WriteBuffer]
+    ) -> None:
         places = self._places(tables, ids)
         done = 0
         while done < len(ids):
@@ -255,7 +263,7 @@ class GroupRows:
         at, status = 0, SHARD_FULL
         while status == SHARD_FULL:
             table, shift, lines = self.index.table, self.index.shift, self.segments.lines
-            at, status, shard = replay(table, shift, lines, slot, last_epoch, at)
+            at, status, shard = replay(table, shift, lines, self._stride, slot, last_epoch, at)
             self._make_room(status, shard)
 
     def forget(self) -> None:
@@ -270,7 +278,13 @@ class GroupRows:
                 bury(self.index.table, self.index.shift, self.segments.lines, slot)
 
     def live_block(self, slot: int, start: int) -> tuple[int, tuple[RowIds, RowBytes] | None]:
-        """Live rows of one segment from row `start` on: the row to go on at (-1 = none is left), and some rows."""
+        """Live rows of one segment from row `start` on: the row to go on at (-1 = none is left), and some rows.
+
+        Raises:
+            CorruptRowError, CorruptSegmentError: a row is damaged, or the stored ids are, since they were first read.
+        """
+        if start == 0 and slot not in self._slots_in_memory():
+            self._check_ids(slot)
         tables, ids = np.empty(_SCAN_ROWS, np.uint32), np.empty(_SCAN_ROWS, np.int64)
         places = np.empty(_SCAN_ROWS, np.uint64)
         at, n = live_rows(self.index.table, self.index.shift, self.segments.lines, slot, start, tables, ids, places)
@@ -285,7 +299,7 @@ class GroupRows:
     def dead_slots(self) -> list[int]:
         """Committed segments of which nothing is needed: no live row, no tombstone that still hides an older row."""
         lines, slots = self.segments.lines, self.segments.slots()
-        idle = {buffer.slot for buffer, _ in self.sealed} | ({self.open.slot} if self.open else set())
+        idle = self._slots_in_memory()
         no_row = [int(slot) for slot in slots if lines[slot, LIVE] == 0 and int(slot) not in idle]
         dead = [slot for slot in no_row if lines[slot, COUNT] >> 32 == 0]
         for slot in no_row:  # oldest first: one that goes lets the next one go
@@ -293,6 +307,15 @@ class GroupRows:
             if slot not in dead and (lines[slots[~gone], EPOCH] > lines[slot, NUMBER]).all():
                 dead.append(slot)
         return dead
+
+    def _slots_in_memory(self) -> set[int]:
+        """Slots of segments that are not committed."""
+        return {buffer.slot for buffer, _ in self.sealed} | ({self.open.slot} if self.open else set())
+
+    def _check_ids(self, slot: int) -> None:
+        """Verify header and ids of a committed segment once more, before ids are believed that nothing else proves."""
+        number, address = int(self.segments.lines[slot, NUMBER]), int(self.segments.lines[slot, IDS]) - HEADER_BYTES
+        read_header(bytes_at(address, segment_size(bytes_at(address, HEADER_BYTES))), number, self._where)
 
     @property
     def buffered_bytes(self) -> int:

@@ -20,8 +20,8 @@ from storage.schema import RowSchema
 
 FORMAT = "tiered-emb row log"
 VERSION = 1
-NAME, DATA_NAME, OWNER_NAME = "manifest.json", "data.mdb", "owner"
-OUR_NAMES = frozenset({NAME, NAME + ".tmp", DATA_NAME, "lock.mdb", OWNER_NAME})
+NAME, DATA_NAME, LOCK_NAME, OWNER_NAME = "manifest.json", "data.mdb", "lock.mdb", "owner"
+OUR_NAMES = frozenset({NAME, NAME + ".tmp", DATA_NAME, LOCK_NAME, OWNER_NAME})
 
 
 @dataclass

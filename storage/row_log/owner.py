@@ -5,6 +5,9 @@ link to it in another directory does not get round the lock. A lock dies with it
 cleaned up after a kill. A forked child inherits the descriptors; `let_go` closes them there, so that the child does
 not keep the lock when its parent has gone.
 
+Readers hold no lock of ours where LMDB can know of them. In a directory that they may not write it cannot: there they
+hold a shared `flock` on the data file, and writers are kept away.
+
 `flock` works between containers that share a file system; over NFS it depends on the mount.
 """
 
@@ -20,7 +23,7 @@ import weakref
 from pathlib import Path
 
 from storage.errors import StoreLockedError
-from storage.row_log.manifest import DATA_NAME, OWNER_NAME
+from storage.row_log.manifest import DATA_NAME, LOCK_NAME, OWNER_NAME
 
 
 class Owner:
@@ -35,7 +38,11 @@ class Owner:
         self._descriptors: list[int] = []
         weakref.finalize(self, _close_all, self._descriptors)  # a store that was dropped without close()
         try:
-            self._lock(directory / OWNER_NAME, os.O_RDWR | os.O_CREAT)
+            if not _lock(self._descriptors, directory / OWNER_NAME, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
+                raise StoreLockedError(
+                    f"{directory} is open for writing by {_signer(directory)}: close it there, "
+                    "or open the store here with read_only=True"
+                )
             self._sign()
         except BaseException:
             self.close()
@@ -43,20 +50,12 @@ class Owner:
 
     def lock_data_file(self) -> None:
         """Lock the data file too, which exists only now."""
-        self._lock(self._directory / DATA_NAME, os.O_RDONLY)
-
-    def _lock(self, path: Path, flags: int) -> None:
-        descriptor = os.open(path, flags, 0o644)
-        self._descriptors.append(descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
+        data = self._directory / DATA_NAME
+        if not _lock(self._descriptors, data, os.O_RDONLY, fcntl.LOCK_EX):
             raise StoreLockedError(
-                f"{self._directory} is open for writing by {_holder(self._directory)}: close it there, "
-                "or open the store here with read_only=True"
-            ) from None
+                f"{data} is locked by {_locker(data)}, which has it open in another directory, or reads it without "
+                "the right to write lock.mdb: close it there"
+            )
 
     def _sign(self) -> None:
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -70,12 +69,59 @@ class Owner:
     let_go = close  # in a forked child: the parent's lock stays, since it is one lock with two descriptors
 
 
+class DataFileShare:
+    """The right to read a store whose directory may not be written, so that LMDB would not know of the reader.
+
+    A shared lock on the data file instead: there is no writer as long as it is held. Close it to give it up.
+
+    Raises:
+        StoreLockedError: there is a writer.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close_all, self._descriptors)
+        data = directory / DATA_NAME
+        if not _lock(self._descriptors, data, os.O_RDONLY, fcntl.LOCK_SH):
+            self.close()
+            raise StoreLockedError(
+                f"{directory} is open for writing by {_locker(data)}: to read beside it, {directory / LOCK_NAME} "
+                "must be writable"
+            )
+
+    def close(self) -> None:
+        """Let writers in."""
+        _close_all(self._descriptors)
+
+
+def _lock(descriptors: list[int], path: Path, flags: int, kind: int) -> bool:
+    """Open and `flock` a file, and keep the descriptor; False if somebody else has it."""
+    descriptors.append(os.open(path, flags, 0o644))
+    try:
+        fcntl.flock(descriptors[-1], kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
+
+
 def _close_all(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
 
 
-def _holder(directory: Path) -> str:
+def _locker(path: Path) -> str:
+    """Who has a file locked, as far as Linux says."""
+    inode = path.stat().st_ino
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()
+        if "FLOCK" in words and any(word.endswith(f":{inode}") for word in words):
+            return f"process {words[words.index('FLOCK') + 3]}"
+    return "another process"
+
+
+def _signer(directory: Path) -> str:
     try:
         about = json.loads((directory / OWNER_NAME).read_text())
         return f"process {about['pid']} on {about['host']} since {about['since']}"

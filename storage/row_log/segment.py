@@ -106,6 +106,11 @@ def rows_offset(segment: NDArray[np.uint8]) -> int:
     return int.from_bytes(segment[80:88].tobytes(), "little")
 
 
+def segment_size(header: NDArray[np.uint8]) -> int:
+    """What a header says of the size of its segment, unverified."""
+    return int.from_bytes(header[88:96].tobytes(), "little")
+
+
 def read_header(segment: NDArray[np.uint8], number: int, where: str) -> SegmentHeader:
     """Read and verify a header and the block of ids behind it; rows verify themselves when they are read.
 

@@ -15,6 +15,8 @@ Owned by the store's lock.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from storage.errors import StorageError, StoreFullError, StoreIOError
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
@@ -63,8 +65,9 @@ class Writer:
             last = self.state.epoch if to_state else LAST_EPOCH
             later = replay_log(self._log, txn, self._groups, last, self._store, self._where)
             numbers = self._log.numbers(txn)
-        if later:
-            self._log.commit(Commit(deletes=tuple(later)))
+        if later:  # the state covers their numbers from now on, so that no segment gets one of them again
+            self.state = replace(self.state, epoch=self._next_number - 1)
+            self._log.commit(Commit(deletes=tuple(later), state=self.state))
         self._uncovered = not to_state and bool((numbers > self.state.epoch).any())
 
     def open_buffer(self, group: GroupRows) -> WriteBuffer:
@@ -127,12 +130,12 @@ class Writer:
         deletes = tuple(int(group.segments.lines[slot, NUMBER]) for group, slot in self._dead)
         try:
             self._log.commit(Commit(segments, deletes, state))
+            self._publish([(group, buffer) for group, buffer, _ in sealed])
         except StoreFullError:
             raise
         except StorageError as error:
             self._failure = error
             raise
-        self._publish([(group, buffer) for group, buffer, _ in sealed])
         for group, slot in self._dead:
             group.segments.give_back(slot)
         self._dead = []

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ from storage import (
     StoreMissingError,
 )
 from storage.row_log.log import RowLog
-from storage.row_log.places import COUNT, ROWS
+from storage.row_log.places import COUNT, IDS, MAX_SEGMENT_ROWS, ROWS
 from storage.testing import check_equal, random_rows, read, schema_of
 
 TINY = StoreConfig(segment_bytes=1 << 13, write_buffer_bytes=1 << 14, index_shards=16)
@@ -93,6 +94,51 @@ class TestDamage:
             assert caught.value.id == 0
             store.put(RowIds(0, np.array([number], np.uint32), np.array([0])), np.zeros((1, 32), np.uint8))
             check_equal(store, 0, rows | {(number, 0): bytes(32)})
+
+    def test_ids_damaged_while_the_store_is_open_lead_to_no_old_version(self, tmp_path: Path) -> None:
+        """The row proves itself, so it is found, replaced and deleted; a scan believes no id that is not proved."""
+        store, rows = filled(tmp_path / "s")
+        group, number, rng = store._groups[0], next(iter(rows))[0], np.random.default_rng(2)
+        with store, open(tmp_path / "s" / "data.mdb", "r+b", buffering=0) as file:
+            for step in range(40):
+                id, bit = int(rng.integers(2000)), int(rng.integers(64))
+                one = RowIds(0, np.array([number], np.uint32), np.array([id]))
+                slot, row = divmod(
+                    int(group.index.find(group.segments.lines, one.tables, one.ids)[0]), MAX_SEGMENT_ROWS
+                )
+                if (number, id) not in rows or slot in group._slots_in_memory():
+                    continue
+                at = file_offset(int(group.segments.lines[slot, IDS])) + 8 * row + bit // 8
+                whole = os.pread(file.fileno(), 1, at)[0]
+                os.pwrite(file.fileno(), bytes([whole ^ 1 << bit % 8]), at)
+                assert read(store, one, 32) == [rows[number, id]]
+                with pytest.raises(CorruptSegmentError, match="damaged block of ids"):
+                    list(store.scan(0))
+                if step % 2:
+                    rows[number, id] = bytes([step] * 32)
+                    store.put(one, np.full((1, 32), step, np.uint8))
+                else:
+                    del rows[number, id]
+                    store.delete(one)
+                assert read(store, one, 32) == [rows.get((number, id))]
+                os.pwrite(file.fileno(), bytes([whole]), at)
+            check_equal(store, 0, rows)
+
+    @pytest.mark.parametrize("page", [0, 1])
+    @pytest.mark.parametrize("bit", [0, 3, 17, 63])
+    def test_a_flipped_bit_in_lmdbs_transaction_number_does_not_bring_back_an_old_state(
+        self, tmp_path: Path, page: int, bit: int
+    ) -> None:
+        store, _ = filled(tmp_path / "s")
+        store.flush(b"newer")
+        store.close()
+        with open(tmp_path / "s" / "data.mdb", "r+b", buffering=0) as file:
+            at = 4096 * page + 144 + bit // 8
+            byte = os.pread(file.fileno(), 1, at)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), at)
+        for read_only in (True, False):
+            with pytest.raises(CorruptSegmentError, match=r"data\.mdb has meta pages of transactions"):
+                LmdbStore(tmp_path / "s", read_only=read_only)
 
     @pytest.mark.parametrize("offset", [3, 20, 50, 100, 115, 130, 1000])
     def test_damage_to_a_header_or_to_ids_is_found_at_the_next_open(self, tmp_path: Path, offset: int) -> None:
@@ -199,6 +245,23 @@ class TestForeignThings:
         shutil.copy(tmp_path / "a" / "data.mdb", tmp_path / "b" / "data.mdb")
         with pytest.raises(NotAStoreError, match="they do not fit"):
             LmdbStore(tmp_path / "b")
+
+    @pytest.mark.parametrize("manifest", [False, True])
+    def test_an_lmdb_environment_of_somebody_else(self, tmp_path: Path, manifest: bool) -> None:
+        with lmdb.open(str(tmp_path / "theirs")) as theirs, theirs.begin(write=True) as txn:
+            txn.put(b"a", b"1")
+        if manifest:
+            filled(tmp_path / "ours")[0].close()
+            shutil.copy(tmp_path / "ours" / "manifest.json", tmp_path / "theirs")
+        before = (tmp_path / "theirs" / "data.mdb").read_bytes()
+        with pytest.raises(
+            NotAStoreError, match=r"data\.mdb is an LMDB environment with 1 entries, and not of a store"
+        ):
+            LmdbStore(tmp_path / "theirs")
+        if manifest:
+            with pytest.raises(NotAStoreError, match="not of a store"):
+                LmdbStore(tmp_path / "theirs", read_only=True)
+        assert (tmp_path / "theirs" / "data.mdb").read_bytes() == before
 
     def test_a_data_file_that_is_not_lmdbs(self, tmp_path: Path) -> None:
         filled(tmp_path / "s")[0].close()
@@ -310,8 +373,63 @@ with LmdbStore(sys.argv[1], durability="snapshot") as store:
             assert store._opened_log()._has_no_room(1 << 62)
             assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
+    def test_a_store_that_found_no_room_to_be_created_is_begun_again(self, tmp_path: Path) -> None:
+        """Files of every size may be left behind; LMDB calls one of a single page damaged."""
+        program = """
+import resource, sys
+from storage import LmdbStore, StoreFullError
+from storage.testing import schema_of
+full = 0
+for kib in range(0, 64, 2):
+    path = f"{sys.argv[1]}/{kib}"
+    for limit in (kib << 10, resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            LmdbStore(path).close()
+        except StoreFullError:
+            full += 1
+            assert limit == kib << 10
+store = LmdbStore(path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+try:
+    store.open_table("t", schema_of(8))
+except StoreFullError as error:
+    assert "manifest" in str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    store.open_table("t", schema_of(8))
+assert full > 5, full
+"""
+        done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def test_the_file_that_lmdb_maps_for_its_readers_has_its_blocks(self, tmp_path: Path) -> None:
+        """Writing to a hole of a mapped file on a full disk kills the process."""
+        with LmdbStore(tmp_path / "s"):
+            lock = (tmp_path / "s" / "lock.mdb").stat()
+            assert 512 * lock.st_blocks >= lock.st_size > 0
+
 
 class TestFailingDisk:
+    def test_a_commit_that_cannot_be_read_back_is_not_tried_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, rows = filled(tmp_path / "s")
+        one = RowIds(0, np.array([next(iter(rows))[0]], np.uint32), np.array([1]))
+        store.put(one, np.ones((1, 32), np.uint8))
+
+        def fail(*_: object) -> None:
+            raise CorruptSegmentError("other bytes than were written")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("storage.row_log.writer.read_header", fail)
+            with pytest.raises(CorruptSegmentError):
+                store.flush(b"lost")
+        with pytest.raises(StoreIOError, match="failed before"):
+            store.flush()
+        assert read(store, one, 32) == [b"\1" * 32]
+        with pytest.raises(StoreIOError):
+            store.close()
+
     def test_after_an_io_error_nothing_is_written_until_the_store_is_reopened(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -346,6 +464,16 @@ class TestFailingDisk:
             store.close()
         store.close()
 
+    def test_a_data_file_replaced_under_an_open_store_is_noticed_by_the_next_flush(self, tmp_path: Path) -> None:
+        store, rows = filled(tmp_path / "s")
+        filled(tmp_path / "other")[0].close()
+        os.replace(tmp_path / "other" / "data.mdb", tmp_path / "s" / "data.mdb")
+        store.put(RowIds(0, np.array([next(iter(rows))[0]], np.uint32), np.array([1])), np.ones((1, 32), np.uint8))
+        with pytest.raises(StoreIOError, match=r"data\.mdb was replaced"):
+            store.flush()
+        with pytest.raises(StoreIOError):
+            store.close()
+
 
 class TestSecondWriter:
     def test_is_refused_at_once_and_told_who_has_it(self, tmp_path: Path) -> None:
@@ -365,7 +493,7 @@ class TestSecondWriter:
         (tmp_path / "t").mkdir()
         os.link(tmp_path / "s" / "data.mdb", tmp_path / "t" / "data.mdb")
         shutil.copy(tmp_path / "s" / "manifest.json", tmp_path / "t" / "manifest.json")
-        with store, pytest.raises(StoreLockedError):
+        with store, pytest.raises(StoreLockedError, match="already open in this process"):
             LmdbStore(tmp_path / "t")
 
     def test_a_failed_open_leaves_no_lock(self, tmp_path: Path) -> None:

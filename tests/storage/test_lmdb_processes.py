@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from storage import LmdbStore, RowIds, StoreConfig
+from storage import LmdbStore, RowIds, StoreConfig, StoreLockedError
 from storage.testing import check_equal, schema_of
 
 TINY = StoreConfig(segment_bytes=1 << 13, write_buffer_bytes=1 << 14, index_shards=16)
@@ -44,6 +46,7 @@ rows = RowIds.of(table, np.arange(100))
 store.put(rows, np.ones((100, 32), np.uint8))
 store.flush()
 store.put(RowIds.of(table, np.arange(50)), np.full((50, 32), 2, np.uint8))  # still in memory
+out, found = np.zeros((100, 32), np.uint8), np.zeros(100, bool)
 child = os.fork()
 if child == 0:
     out, found = np.zeros((100, 32), np.uint8), np.zeros(100, bool)
@@ -66,6 +69,23 @@ if child == 0:
         mine.get(rows, out, found)
         assert found.all() and (out == 1).all()
     os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+go, ready = os.pipe()
+child = os.fork()
+if child == 0:
+    os.read(go, 1)
+    for look in (lambda: list(store.scan(0)), lambda: store.get(rows, out, found)):
+        try:
+            look()
+        except StoreForkedError as error:
+            assert "when this process was forked" in str(error)
+        else:
+            os._exit(4)
+    os._exit(0)
+for step in range(9):  # LMDB gives the pages that the child knows to other segments
+    store.put(rows, np.full((100, 32), step, np.uint8))
+    store.flush()
+os.write(ready, b"x")
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 store.put(rows, np.full((100, 32), 3, np.uint8))
 store.close()
@@ -156,6 +176,141 @@ def test_a_reader_in_another_process_follows_the_writer(tmp_path: Path, durabili
 
 def test_a_forked_child_may_read_and_is_refused_to_write(tmp_path: Path) -> None:
     run(_FORK, tmp_path / "s")
+
+
+def test_a_reader_sees_tables_that_no_commit_has_followed(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path / "s")
+    program = """
+import sys
+from storage import LmdbStore, StoreMissingError
+from storage.testing import schema_of
+store = LmdbStore(sys.argv[1], read_only=True)
+print("open", flush=True)
+sys.stdin.readline()
+assert store.open_table("t", schema_of(2)).name == "t"
+try:
+    store.open_table("u", schema_of(2))
+except StoreMissingError:
+    print("done")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "s")]
+    with store, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == "open\n"
+        store.open_table("t", schema_of(2))
+        assert reader.communicate("go\n")[0] == "done\n"
+
+
+def test_a_reader_killed_in_the_middle_of_a_verb_keeps_no_page(tmp_path: Path) -> None:
+    program = """
+import sys
+from storage import LmdbStore
+with LmdbStore(sys.argv[1], read_only=True)._view():
+    print("reading", flush=True)
+    sys.stdin.readline()
+"""
+    with LmdbStore(tmp_path / "s", durability="snapshot", config=TINY) as store:
+        table = store.open_table("t", schema_of(8))
+
+        def update(steps: int) -> int:
+            for step in range(steps):
+                store.put(RowIds.of(table, np.arange(500)), np.full((500, 32), step, np.uint8))
+                store.flush()
+            return store.stats().disk_bytes
+
+        before = update(20)
+        command = [sys.executable, "-c", program, str(tmp_path / "s")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None and reader.stdout.readline() == "reading\n"
+            reader.kill()
+        assert update(50) <= 2 * before
+
+
+_UNWRITABLE = """
+import os, sys
+from storage import LmdbStore, StoreIOError, StoreLockedError
+from storage.testing import contents, schema_of
+with LmdbStore(sys.argv[2]) as store:  # what this imports another user may not be allowed to read
+    list(store.scan(store.open_table("t", schema_of(8)).group))
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    LmdbStore(sys.argv[1])
+except StoreIOError as error:
+    assert "Permission denied" in str(error)
+else:
+    sys.exit("opened for writing")
+with LmdbStore(sys.argv[1], read_only=True) as store:
+    print(len(contents(store, 0)), flush=True)
+    sys.stdin.readline()
+    print(len(contents(store, 0)), flush=True)
+sys.stdin.readline()
+try:
+    LmdbStore(sys.argv[1], read_only=True)
+except StoreLockedError as error:
+    assert "lock.mdb must be writable" in str(error) and f"process {os.getppid()}:" in str(error), error
+else:
+    sys.exit("reads beside a writer that does not know of it")
+"""
+
+
+def _set_writable(directory: Path, writable: bool) -> None:
+    directory.chmod(0o755)
+    for path in directory.iterdir():
+        path.chmod(0o644 if writable else 0o444)
+    directory.chmod(0o755 if writable else 0o555)
+
+
+@pytest.mark.parametrize("lock_file", [True, False])
+def test_a_store_that_may_only_be_read_is_read_while_nobody_writes(tmp_path: Path, lock_file: bool) -> None:
+    directory = Path(tempfile.mkdtemp())  # unlike tmp_path open to other users
+    directory.chmod(0o755)
+    path = directory / "s"
+    with LmdbStore(path) as store:
+        table = store.open_table("t", schema_of(8))
+        store.put(RowIds.of(table, np.arange(300)), np.zeros((300, 32), np.uint8))
+    if not lock_file:
+        (path / "lock.mdb").unlink()
+    _set_writable(path, False)
+    command = [sys.executable, "-W", "error", "-c", _UNWRITABLE, str(path), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        assert reader.stdout.readline() == "300\n"
+        _set_writable(path, True)
+        with pytest.raises(StoreLockedError, match=rf"data\.mdb is locked by process {reader.pid},"):
+            LmdbStore(path)
+        reader.stdin.write("go on\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == "300\n"
+        while True:  # until the reader has closed the store
+            try:
+                store = LmdbStore(path)
+                break
+            except StoreLockedError:
+                continue
+        _set_writable(path, False)
+        with store:
+            reader.communicate("go on\n")
+        assert reader.returncode == 0
+    shutil.rmtree(directory)
+
+
+def test_a_hard_link_to_the_data_file_does_not_get_round_the_lock(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from storage import LmdbStore, StoreLockedError
+try:
+    LmdbStore(sys.argv[1])
+except StoreLockedError as error:
+    assert f"data.mdb is locked by process {os.getppid()}, which has it open in another directory" in str(error), error
+else:
+    sys.exit("two writers")
+"""
+    with LmdbStore(tmp_path / "s"):
+        (tmp_path / "t").mkdir()
+        for name in ("data.mdb", "manifest.json"):
+            os.link(tmp_path / "s" / name, tmp_path / "t" / name)
+        run(program, tmp_path / "t")
 
 
 def test_a_writer_in_another_process_is_named(tmp_path: Path) -> None:

@@ -59,6 +59,23 @@ class TestDurability:
             with open_store(tmp_path / "s", durability) as again:
                 check_equal(again, table.group, rows)
 
+    def test_numbers_of_discarded_segments_are_never_given_again(self, tmp_path: Path) -> None:
+        """A reader that saw the discarded ones would take the new ones for them."""
+        store = open_store(tmp_path / "s")
+        table = store.open_table("t", schema_of(8))
+        rows = put(store, table, np.arange(500), 1)
+        store.flush(b"kept")
+        put(store, table, np.arange(400, 5000), 2)
+        with store._opened_log().reading() as txn:
+            last = store._opened_log().numbers(txn)[-1]
+        die(store)
+        open_store(tmp_path / "s").close()
+        with open_store(tmp_path / "s") as again:
+            assert again.note == b"kept"
+            rows |= put(again, table, np.array([7]), 3)
+            assert again._groups[0].segments.lines[:, NUMBER].max() > last
+            check_equal(again, table.group, rows)
+
     def test_a_store_that_never_flushed_is_empty_as_a_snapshot(self, tmp_path: Path) -> None:
         store = open_store(tmp_path / "s")
         table = store.open_table("t", schema_of(8))
