@@ -10,7 +10,9 @@ from click.testing import CliRunner, Result
 
 from storage.lmdb_store import LmdbStore
 from storage.schema import Column, RowSchema
+from tiered_emb.cache import POLICIES
 from tiered_emb.cli import main
+from tiered_emb.optim import RULES
 from tiered_emb.reference import command
 from tiered_emb.reference.check import IDENTICAL
 from tiered_emb.reference.settings import TrainOptions
@@ -73,8 +75,8 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--ddr-bytes", "12 parsecs"], "--ddr-bytes is '12 parsecs'; expected a number of bytes such as"),
         (["--hbm-bytes", "-5"], "--hbm-bytes is '-5'; expected"),
         (["--hbm-bytes", "0", "--ddr-bytes", "0"], "hbm_bytes and ddr_bytes are both 0"),
-        (["--policy", "arc"], "--policy is 'arc'; expected one of lfu, lru"),
-        (["--optimizer", "lion"], "--optimizer is 'lion'; expected one of adagrad, adam"),
+        (["--policy", "arc"], f"--policy is 'arc'; expected one of {', '.join(sorted(POLICIES))}"),
+        (["--optimizer", "lion"], f"--optimizer is 'lion'; expected one of {', '.join(sorted(RULES))}"),
         (["--lr", "nan"], "lr is nan"),
         (["--json", "/no/such/place/report.json"], "--json /no/such/place/report.json is in /no/such/place"),
     ],
