@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -9,7 +10,6 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -68,10 +68,16 @@ def test_sources_leave_out(forbidden: str, allowed: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("package", ["storage", "tiered_emb"])
 def test_public_names_are_complete(package: str) -> None:
     module = importlib.import_module(package)
-    bound = {name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    bound = {name.name for node in imports if str(node.module).startswith(f"{package}.") for name in node.names}
     names = module.__all__
     assert len(names) == len(set(names))
-    assert set(names) == bound - {"annotations"}  # their order is ruff's to check (RUF022)
+    assert set(names) == bound  # their order is ruff's to check (RUF022)
+    assert set(names) <= set(dir(module))
+    assert all(getattr(module, name).__name__ == name for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'Tiered'"):
+        module.Tiered  # noqa: B018
 
 
 # Documents

@@ -6,29 +6,46 @@ are one line on stderr; any other is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
-from storage.errors import StorageError
-from tiered_emb.errors import ConfigError, TieredEmbError
-
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+_ARGUMENT = re.compile(r"(?<![-\w/.'])(hbm_bytes|ddr_bytes|lr)(?![-\w/.'])")
 
 
 class _Group(click.Group):
-    """A group whose commands end in one line, not a traceback, on the errors of this project."""
+    """A group whose commands end in one line on Ctrl-C, also while they still import what they need."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, TieredEmbError, StorageError) as error:
-            click.echo(f"tiered-emb: {error}", err=True)
-            ctx.exit(MISUSED if isinstance(error, ConfigError) else FAILED)
         except KeyboardInterrupt:
             click.echo("tiered-emb: interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """The errors of this project as one line and an exit code, not a traceback."""
+    from storage.errors import StorageError
+    from tiered_emb.errors import ConfigError, TieredEmbError
+
+    try:
+        yield
+    except (TieredEmbError, StorageError) as error:
+        click.echo(f"tiered-emb: {_as_options(str(error))}", err=True)
+        sys.exit(MISUSED if isinstance(error, ConfigError) else FAILED)
+
+
+def _as_options(message: str) -> str:
+    """A message of the library, whose arguments are options here."""
+    return _ARGUMENT.sub(lambda found: "--" + found[0].replace("_", "-"), message)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,9 +74,14 @@ def main() -> None:
     "--ddr-bytes", metavar="SIZE", help="Host memory for rows and all bookkeeping.  [default: 256MiB; synthetic 24MiB]"
 )
 @click.option("--store", metavar="DIRECTORY", help="Where rows rest; new, or without rows.  [default: temporary]")
-@click.option("--policy", default="lru", show_default=True, help="Which rows leave a tier first: lru or lfu.")
 @click.option(
-    "--optimizer", default="rowwise_adagrad", show_default=True, help="Row rule, as in tiered_emb.optim.RULES."
+    "--policy", default="lru", show_default=True, help="Which rows leave a tier first: lru, lfu, or your own."
+)
+@click.option(
+    "--optimizer",
+    default="rowwise_adagrad",
+    show_default=True,
+    help="Row rule: rowwise_adagrad, adagrad, adam, sgd, or your own.",
 )
 @click.option("--lr", type=float, help="Learning rate of the row rule.  [default: by rule]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of rows, MLPs and made-up clicks.")
@@ -68,13 +90,14 @@ def main() -> None:
 @click.option("--json", metavar="FILE|-", help="The report as JSON; - = the last line of standard output.")
 def train(**options: Any) -> None:
     """Train a click model (DLRM) over tiered tables and test it on the last tenth."""
-    from tiered_emb.reference.command import train as run
-    from tiered_emb.reference.interrupt import Interrupted
-    from tiered_emb.reference.settings import TrainOptions
+    with _one_line_errors():
+        from tiered_emb.reference.command import train as run
+        from tiered_emb.reference.interrupt import Interrupted
+        from tiered_emb.reference.settings import TrainOptions
 
-    try:
-        code = run(TrainOptions(**options))
-    except Interrupted as stopped:
-        click.echo(f"tiered-emb: {stopped}", err=True)
-        code = INTERRUPTED
+        try:
+            code = run(TrainOptions(**options))
+        except Interrupted as stopped:
+            click.echo(f"tiered-emb: {stopped}", err=True)
+            code = INTERRUPTED
     sys.exit(code)

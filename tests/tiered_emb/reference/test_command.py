@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,10 +76,11 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--seed", "-1"], "--seed is -1; expected"),
         (["--ddr-bytes", "12 parsecs"], "--ddr-bytes is '12 parsecs'; expected a number of bytes such as"),
         (["--hbm-bytes", "-5"], "--hbm-bytes is '-5'; expected"),
-        (["--hbm-bytes", "0", "--ddr-bytes", "0"], "hbm_bytes and ddr_bytes are both 0"),
+        (["--hbm-bytes", "0", "--ddr-bytes", "0"], "--hbm-bytes and --ddr-bytes are both 0"),
         (["--policy", "arc"], f"--policy is 'arc'; expected one of {', '.join(sorted(POLICIES))}"),
         (["--optimizer", "lion"], f"--optimizer is 'lion'; expected one of {', '.join(sorted(RULES))}"),
-        (["--lr", "nan"], "lr is nan"),
+        (["--lr", "nan"], "RowwiseAdagrad: --lr is nan"),
+        (["--ddr-bytes", "1KiB"], "tiered-emb: --ddr-bytes is 1024, which does not leave room"),
         (["--json", "/no/such/place/report.json"], "--json /no/such/place/report.json is in /no/such/place"),
     ],
 )
@@ -121,6 +124,44 @@ def test_ctrl_c_before_training_ends_with_130(clicks: Path, monkeypatch: pytest.
     result = train("--data", clicks)
     assert result.exit_code == 130
     assert result.stderr == "tiered-emb: interrupted\n"
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter, in which nothing is imported yet."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ctrl_c_during_imports_ends_with_130_and_one_line() -> None:
+    result = python(
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path, target=None):\n"
+        "        if name == 'torch': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "from tiered_emb.cli import main\n"
+        "main(['train'])"
+    )
+    assert result.returncode == 130
+    assert result.stderr == "tiered-emb: interrupted\n"
+
+
+def test_help_imports_neither_torch_nor_numba() -> None:
+    result = python(
+        "import sys\n"
+        "from tiered_emb.cli import main\n"
+        "try:\n"
+        "    main(['train', '--help'])\n"
+        "finally:\n"
+        "    assert not {'torch', 'numba'} & set(sys.modules)"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "tiered_emb", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("tiered-emb, version ")
 
 
 def test_help_names_every_option() -> None:
