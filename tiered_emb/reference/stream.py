@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tiered_emb.config import Mode
 from tiered_emb.errors import DataError
 from tiered_emb.plan import JaggedIds
+from tiered_emb.reference.words import counted
 
 
 class Part(Enum):
@@ -87,7 +88,7 @@ class ClickStream(Protocol):
 def held_out_samples(samples: int, source: str) -> int:
     """A tenth of ``samples``, one at least. Raises DataError where nothing would be left to train on."""
     if samples < 2:
-        raise DataError(f"{source} has {samples} samples; training needs at least 2, one of them to test on")
+        raise DataError(f"{source} has {counted(samples, 'sample')}; training needs at least 2, one of them to test on")
     return max(1, samples // 10)
 
 

@@ -6,6 +6,7 @@ own. Samples come in time order and are not shuffled, as clicks would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,11 +15,23 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from tiered_emb.errors import TieredEmbError
 from tiered_emb.reference.dlrm import DLRM, Bags, Pooled, Shape
 from tiered_emb.reference.metrics import auc, log_loss
 from tiered_emb.reference.stream import ClickBatch
 
 DENSE_LR = 3e-3
+
+
+class DivergedError(TieredEmbError):
+    """A loss is no finite number any more; nothing that follows would be one."""
+
+
+def check_finite(loss: float, what: str, lr: float) -> float:
+    """``loss``. Raises DivergedError, which says ``what`` it is, where it is infinite or NaN."""
+    if not math.isfinite(loss):
+        raise DivergedError(f"training diverged: {what} is {loss}; a smaller --lr than {lr:g} may help")
+    return loss
 
 
 class Learner:

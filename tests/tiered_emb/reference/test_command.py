@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_json_is_the_last_line_and_the_table_goes_elsewhere(clicks: Path, tmp_pa
     assert report["dense_check"] == "identical"
     assert {"auc", "log_loss", "samples_per_s", "losses_sha256", "rows_sha256", "tiers"} <= set(report)
     assert "against whole tables in memory: identical" in result.stderr
-    assert "written" in result.stderr
+    assert "stored" in result.stderr
 
 
 def test_json_file_and_table_on_stdout(clicks: Path, tmp_path: Path) -> None:
@@ -80,7 +81,6 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--policy", "arc"], f"--policy is 'arc'; expected one of {', '.join(sorted(POLICIES))}"),
         (["--optimizer", "lion"], f"--optimizer is 'lion'; expected one of {', '.join(sorted(RULES))}"),
         (["--lr", "nan"], "RowwiseAdagrad: --lr is nan"),
-        (["--ddr-bytes", "1KiB"], "tiered-emb: --ddr-bytes is 1024, which does not leave room"),
         (["--json", "/no/such/place/report.json"], "--json /no/such/place/report.json is in /no/such/place"),
     ],
 )
@@ -90,6 +90,21 @@ def test_options_that_make_no_sense_end_with_2_and_one_line(clicks: Path, option
     assert result.stderr.startswith("tiered-emb: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_budget_that_does_not_do_names_its_option(clicks: Path) -> None:
+    result = train("--data", clicks, "--ddr-bytes", "1KiB")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("tiered-emb: --ddr-bytes is 1024, which does not leave room")
+
+
+@pytest.mark.parametrize("lr", ["1e30", "1e38"])
+def test_a_diverged_run_ends_with_1_and_one_line(clicks: Path, tmp_path: Path, lr: str) -> None:
+    result = train("--data", clicks, "--optimizer", "sgd", "--lr", lr, "--store", tmp_path / "rows")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert re.match(r"tiered-emb: training diverged: .* is (nan|inf).* a smaller --lr ", line)
+    assert "rows holds" in line
 
 
 def test_a_malformed_line_ends_with_1_and_one_line(clicks: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -143,12 +145,24 @@ def test_what_is_no_click_log_is_refused(tmp_path: Path) -> None:
         CriteoStream(tmp_path / "none.tsv")
     with pytest.raises(DataError, match="is not a regular file"):
         CriteoStream(tmp_path)
-    with pytest.raises(DataError, match="has 1 samples"):
+    with pytest.raises(DataError, match="has 1 sample;"):
         CriteoStream(write(tmp_path / "one.tsv", line() + b"\n"))
     with pytest.raises(DataError, match="has 0 samples"):
         CriteoStream(write(tmp_path / "empty.tsv", b""))
     with pytest.raises(DataError, match="without a newline"):
         CriteoStream(write(tmp_path / "binary", b"\0" * (3 << 20)))
+
+
+def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.tsv", numbered(20))
+
+    def forbidden(*args: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for verb in ("open", "is_file"):
+        monkeypatch.setattr(Path, verb, forbidden)
+        with pytest.raises(DataError, match=r"a\.tsv cannot be read: Permission denied$"):
+            CriteoStream(path)
 
 
 def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:

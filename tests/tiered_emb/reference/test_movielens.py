@@ -74,9 +74,12 @@ def test_the_held_out_ratings_are_the_last(folder: Path) -> None:
 
 
 def test_files_are_taken_from_the_wheel_once(tmp_path: Path, known: None) -> None:
-    folder = fetch(tmp_path / "cache", wheel_with(FILES))
+    said: list[str] = []
+    folder = fetch(tmp_path / "cache", wheel_with(FILES), said.append)
+    assert said == [f"fetching MovieLens-100k out of recbole==1.2.1, once; it is kept in {folder}"]
     assert {path.name for path in folder.iterdir()} == set(FILES)
-    assert fetch(folder, refuse) == folder
+    assert fetch(folder, refuse, said.append) == folder
+    assert len(said) == 1
     (folder / "ml-100k.user").write_text("cut")
     fetch(folder, wheel_with(FILES))
     assert (folder / "ml-100k.user").read_text() == FILES["ml-100k.user"]

@@ -159,7 +159,9 @@ def test_ctrl_c_ends_the_run_between_steps_and_leaves_a_store_that_opens(
 ) -> None:
     monkeypatch.setattr(job, "open_stream", lambda chosen, console: Clicks(interrupt_at(5)))
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted, match=r"interrupted after step 5; .*rows holds its \d+ rows and can be opened"):
+    with pytest.raises(
+        Interrupted, match=r"interrupted after step 5; .*rows holds \d+ rows of the stopped run, .*: remove it"
+    ):
         run(settings(tmp_path / "rows"))
     assert signal.getsignal(signal.SIGINT) is before
     with LmdbStore(tmp_path / "rows") as store:
@@ -180,7 +182,9 @@ def test_bad_data_in_mid_run_leaves_a_store_that_opens(tmp_path: Path, monkeypat
             raise DataError("clicks.tsv, line 225: field 2 (I1) is 'x'")
 
     monkeypatch.setattr(job, "open_stream", lambda chosen, console: Clicks(fail))
-    with pytest.raises(DataError, match="line 225"):
+    with pytest.raises(
+        DataError, match=r"line 225: .*'x'; .*rows holds \d+ rows of the stopped run, .*: remove it to start again"
+    ):
         run(settings(tmp_path / "rows"))
     with LmdbStore(tmp_path / "rows") as store:
         assert store.stats().rows > 50
