@@ -258,12 +258,16 @@ class GroupRows:
         line[COUNT] = header.rows | header.tombstones << 32
         return slot
 
-    def replay(self, slot: int, last_epoch: int) -> None:
-        """Take the rows of an adopted segment into the index; `bury_replayed` ends a series of these."""
-        at, status = 0, SHARD_FULL
+    def replay(self, slot: int, last_epoch: int, *, doubtful: bool) -> None:
+        """Take the rows of an adopted segment into the index; `bury_replayed` ends a series of these.
+
+        Args:
+            doubtful: whether other segments were adopted some time ago, so that their ids may be damaged by now.
+        """
+        at, status, stride = 0, SHARD_FULL, self._stride if doubtful else None
         while status == SHARD_FULL:
             table, shift, lines = self.index.table, self.index.shift, self.segments.lines
-            at, status, shard = replay(table, shift, lines, self._stride, slot, last_epoch, at)
+            at, status, shard = replay(table, shift, lines, stride, slot, last_epoch, at)
             self._make_room(status, shard)
 
     def forget(self) -> None:

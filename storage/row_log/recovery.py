@@ -45,7 +45,7 @@ def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, 
             later.append(number)
             continue
         group = _group_of(header, groups, store, where)
-        group.replay(group.adopt(header, segment.ctypes.data), last_epoch)
+        group.replay(group.adopt(header, segment.ctypes.data), last_epoch, doubtful=len(known) > 0)
     for group in groups:
         group.bury_replayed()
     return later

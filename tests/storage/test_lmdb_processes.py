@@ -200,6 +200,43 @@ except StoreMissingError:
         assert reader.communicate("go\n")[0] == "done\n"
 
 
+def test_a_reader_whose_ids_are_damaged_beside_it_finds_no_old_version(tmp_path: Path) -> None:
+    """New versions of all rows, although the reader does not recognise the old ones that it has in its index."""
+    program = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from storage import LmdbStore, RowIds
+from storage.row_log.places import IDS
+from storage.testing import read, schema_of
+sys.path.insert(0, sys.argv[2])
+from test_lmdb_faults import file_offset
+store = LmdbStore(sys.argv[1], read_only=True)
+table = store.open_table("t", schema_of(8))
+rows = RowIds.of(table, np.arange(100))
+assert read(store, rows, 32) == [b"\\1" * 32] * 100
+lines = store._groups[0].segments.lines
+at = file_offset(int(lines[store._groups[0].segments.slots()[0], IDS]))
+with open(sys.argv[1] + "/data.mdb", "r+b") as file:
+    for id in range(100):
+        os.pwrite(file.fileno(), b"\\xff", at + 8 * id + 7)
+print("damaged", flush=True)
+sys.stdin.readline()
+assert read(store, rows, 32) == [b"\\2" * 32] * 100
+print("done")
+"""
+    with LmdbStore(tmp_path / "s") as store:
+        table = store.open_table("t", schema_of(8))
+        store.put(RowIds.of(table, np.arange(101)), np.full((101, 32), 1, np.uint8))
+        store.flush()
+        command = [sys.executable, "-c", program, str(tmp_path / "s"), str(Path(__file__).parent)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None and reader.stdout.readline() == "damaged\n"
+            store.put(RowIds.of(table, np.arange(100)), np.full((100, 32), 2, np.uint8))
+            store.flush()  # the segment of row 100 stays
+            assert reader.communicate("look\n")[0] == "done\n"
+
+
 def test_a_reader_killed_in_the_middle_of_a_verb_keeps_no_page(tmp_path: Path) -> None:
     program = """
 import sys
