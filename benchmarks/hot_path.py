@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 
 from benchmarks import sides
 from benchmarks.memory import construct_in_new_process
@@ -31,8 +32,20 @@ TITLES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this question."""
-    parser.add_argument("--rounds", type=int, default=30, help="turns of every side (default 30)")
-    parser.add_argument("--rows", type=int, default=4_000_000, help="rows of the table (default 4,000,000)")
+    parser.add_argument("--rounds", type=_at_least(2), default=30, help="turns of every side (default 30)")
+    parser.add_argument("--rows", type=_at_least(1), default=4_000_000, help="rows of the table (default 4,000,000)")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """An argument's type: integers from ``least``; a quartile needs two turns."""
+
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is too few; expected {least} or more")
+        return number
+
+    return integer
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -57,7 +70,8 @@ def _engines(report: Report, workload: Workload, rounds: int) -> None:
     try:
         steps[FBGEMM] = sides.fbgemm_rowwise_adagrad(workload)
     except (ImportError, OSError) as error:
-        report.notes.append(f"FBGEMM was not measured: {error}")
+        report.figures["fbgemm_missing"] = str(error)
+        report.notes.append(f"FBGEMM was not measured: {error} (`make bench` installs it)")
     seconds = interleave(steps, rounds)
     for name, title in TITLES.items():
         measured = name in seconds

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import hot_path, sides
+from benchmarks.__main__ import NAMES, main
 from benchmarks.report import Report
 from benchmarks.timing import interleave, ratio
-from benchmarks.workloads import HUGE_ROWS, click_batches, spread_over_huge
+from benchmarks.workloads import HUGE_ROWS, Workload, click_batches, spread_over_huge
 
 
 def test_sides_take_turns_and_see_the_same_steps() -> None:
@@ -55,3 +57,46 @@ def test_a_report_ends_with_one_json_object(capsys: pytest.CaptureFixture[str], 
     assert (printed["ours_ns"], printed["fbgemm_ns"]) == (1.0, None)
     report.write_json(str(tmp_path / "figures.json"))
     assert json.loads((tmp_path / "figures.json").read_text()) == printed
+
+
+def test_without_a_name_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"    {name} " in listed for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "argument --rounds: 0 is too few; expected 2 or more"),
+        (["--rounds", "1"], "argument --rounds: 1 is too few"),
+        (["--rows", "-5"], "argument --rows: -5 is too few"),
+        (["--rounds", "many"], "argument --rounds: invalid integer value: 'many'"),
+        (["--json", "/no/such/place/figures.json"], "/no/such/place/figures.json cannot be written; expected"),
+        (["--json", "/"], "/ cannot be written"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_measured(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_path, "measure", lambda options: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as ended:
+        main(["hot_path", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_fbgemm_the_reason_is_a_figure_and_the_note_says_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(workload: Workload) -> None:
+        raise ModuleNotFoundError("No module named 'fbgemm_gpu'")
+
+    for name in ("tiered", "torch_sgd", "torch_sparse_adam"):
+        monkeypatch.setattr(sides, name, lambda workload: lambda step: None)
+    monkeypatch.setattr(sides, "fbgemm_rowwise_adagrad", missing)
+    report = Report("question", ("engine", "ns/id", "quartiles", "ours / theirs"))
+    hot_path._engines(report, click_batches(100, 4, batches=1, samples=2), rounds=2)
+    assert report.figures["fbgemm_ns"] is None
+    assert report.figures["fbgemm_missing"] == "No module named 'fbgemm_gpu'"
+    assert report.notes == ["FBGEMM was not measured: No module named 'fbgemm_gpu' (`make bench` installs it)"]
