@@ -17,19 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from storage.schema import RowSchema
 from tiered_emb.cache import Directory
 from tiered_emb.errors import TierCapacityError
-from tiered_emb.group import TableGroup
+from tiered_emb.group import MOVE_BYTES, TableGroup
 from tiered_emb.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A batch that is about to be planned: how many of its rows are missing in the top tier, and how many it has."""
+    """A batch that is about to be planned: how many rows it has, how many of them are missing in the top tier, and for
+    how many slots there must be that others have no pin on (0 = the plan will see)."""
 
     group: TableGroup
     missing: int
     unique: int
+    unpinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class _Demand:
 
 
 _NOTHING = _Demand({}, 0)
+_PROPORTIONAL_BYTES = 1 << 19  # of a budget above this, a Store's buffers take a fixed part
 _CALM = 2, 4  # a step's later forwards may move twice, and store four times, what the first one does
 _AMPLE = 2, 16  # what a shrink makes room for, so that the next one is far off
 
@@ -59,13 +63,23 @@ class HostBudget:
     Attributes:
         limit_bytes: the budget; 0 = no DDR tier, nothing is charged.
         peak_bytes: the most that was ever charged.
+        settled: room has been made for all batches of a forward; none of their plans may ask for more, which would push
+            out what the next one counts on.
     """
 
-    def __init__(self, limit_bytes: int, policy: str, store_bytes: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        policy: str,
+        store_bytes: Callable[[int], int],
+        share_of: Callable[[RowSchema], float],
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
+        self.settled = False
         self._policy = policy
         self._store_bytes = store_bytes
+        self._share_of = share_of
         self._groups: list[TableGroup] = []
 
     def join(self, group: TableGroup) -> None:
@@ -79,17 +93,43 @@ class HostBudget:
 
     def rows_for(self, row_bytes: int, other_bytes: int, share: float) -> int:
         """Capacity of a new DDR tier that gets ``share`` of what is left beside ``other_bytes``; an error if none."""
-        spare = self.limit_bytes - self.charged_bytes() - other_bytes
-        rows = Directory.capacity_for(
-            max(0, int((spare - self.limit_bytes // 32) * share)), row_bytes + 1, self._policy
-        )
+        fixed = self.charged_bytes() + other_bytes
+        part = int((self.limit_bytes - fixed - self.limit_bytes // 32) * share)
+        moving = min(MOVE_BYTES, part // 9) + row_bytes  # the group's buffer, which is at most an eighth of the tier
+        rows = Directory.capacity_for(max(0, part - moving), row_bytes + 1, self._policy)
         if rows == 0:
-            need = self.limit_bytes - spare + int((self._tier_bytes(1, row_bytes) + self.limit_bytes // 32) / share) + 1
-            raise TierCapacityError(
-                f"ddr_bytes is {self.limit_bytes}, of which {max(0, spare)} are left for rows of {row_bytes} bytes: "
-                f"not one fits; use at least {need} bytes, or 0 for no DDR tier"
-            )
+            raise self._none_fits(self._enough(fixed, self._least_part(row_bytes) / share, len(self._groups) + 1))
         return rows
+
+    def check_new(self, schemas: Sequence[RowSchema], other_bytes: int) -> None:
+        """Raise TierCapacityError if new DDR tiers of these rows cannot have a row each beside ``other_bytes``."""
+        least = max((self._least_part(schema.row_bytes) / self._share_of(schema) for schema in schemas), default=0)
+        fixed = self.charged_bytes() - sum(map(_ddr_bytes, self._groups)) + other_bytes
+        if schemas and fixed + least > self.limit_bytes - self.limit_bytes // 32:
+            raise self._none_fits(self._enough(fixed, least, len(self._groups) + len(schemas)))
+
+    def _least_part(self, row_bytes: int) -> int:
+        """What a DDR tier of one row needs, and the buffer beside it."""
+        return (self._tier_bytes(1, row_bytes) + row_bytes) * 9 // 8 + 9
+
+    def _none_fits(self, enough: int) -> TierCapacityError:
+        return TierCapacityError(
+            f"ddr_bytes is {self.limit_bytes}, which does not leave room for a row of each kind beside the bookkeeping "
+            f"and the store's buffers; use at least {enough} bytes, or 0 for no DDR tier"
+        )
+
+    def _enough(self, fixed_bytes: int, tiers_bytes: float, groups: int) -> int:
+        """A budget that suffices for tiers of ``tiers_bytes`` beside ``fixed_bytes``. Generous, because what is fixed
+        grows with the budget: a Store's buffers in proportion, the buffers of moving rows by up to an eighth of the
+        tiers; and a part is kept back from every new tier."""
+        store = self._store_bytes(0) / max(self.limit_bytes, _PROPORTIONAL_BYTES)
+        return int((fixed_bytes + tiers_bytes * 9 / 8) / max(1 / 4, 15 / 16 - store - groups / 32)) + 1
+
+    def bytes_for(self, group: TableGroup, rows: int) -> int:
+        """A budget that suffices for a batch that needs so many slots of a group's DDR tier."""
+        fixed = self._charged(_Demand({group.number: rows}, rows)) - sum(map(_ddr_bytes, self._groups))
+        tier = self._tier_bytes(rows, group.schema.row_bytes) / self._share_of(group.schema)
+        return max(self._enough(fixed, tier, len(self._groups)), self.limit_bytes * 9 // 8)
 
     def lower_for(self, shares: dict[int, float]) -> None:
         """Lower the DDR tiers to ``shares`` (by group number) of what they may take; the rest is for new groups."""
@@ -106,25 +146,27 @@ class HostBudget:
         if not self.limit_bytes:
             return False
         need = _Demand.of(batches)
-        calm = not any(_pinned(one) for one in self._groups)
+        if any(self._too_narrow(group, batches) for group in self._groups):
+            raise self._too_small(batches)
+        calm = not self.settled and not any(_pinned(one) for one in self._groups)
         wish = _Demand.of(batches, _CALM) if calm else need
         if self._charged(wish) <= self.limit_bytes:
             self._note(need)
             return False
         least = {group.number: self._least(group, batches) for group in self._groups}
         ample = _Demand.of(batches, _AMPLE)
-        if calm and self._room(ample) >= sum(least.values()):
-            return self._share(ample, least)
+        if calm and self._room(ample) >= sum(least.values()) and self._share(ample, least):
+            return True
         if self._charged(need) <= self.limit_bytes:
             self._note(need)
             return False
-        short = sum(least.values()) - self._room(need)
-        if short > 0:
-            raise self._too_small(batches, short)
-        return self._share(need, least)
+        if sum(least.values()) > self._room(need) or not self._share(need, least):
+            raise self._too_small(batches)
+        return True
 
     def _share(self, demand: _Demand, least: dict[int, int]) -> bool:
-        """Lower DDR tiers until ``demand`` fits: each keeps its least and a share, by its size, of the rest."""
+        """Lower DDR tiers so that ``demand`` fits: each keeps its least and a share, by its size, of the rest. Whether
+        any had to be lowered. (Rows that leave may be new to the Store's index: the caller asks again.)"""
         fixed = sum(_ddr_bytes(group) for group in self._groups if _pinned(group))
         movable = [group for group in self._groups if not _pinned(group)]
         held = sum(_ddr_bytes(group) for group in movable)
@@ -134,16 +176,19 @@ class HostBudget:
                 f"the ddr tier must give up {-rest} bytes for rows on the move and the store's index, but its rows are "
                 f"held by forwards whose backward pass has not run: raise ddr_bytes, or finish those first"
             )
-        for group in movable:
-            self._lower(group, least[group.number] + rest * _ddr_bytes(group) // held)
-        return True
+        parts = [least[group.number] + rest * _ddr_bytes(group) // held for group in movable]
+        lowered = [self._lower(group, part) for group, part in zip(movable, parts, strict=True)]
+        return any(lowered)
 
-    def _lower(self, group: TableGroup, tier_bytes: int) -> None:
+    def _lower(self, group: TableGroup, tier_bytes: int) -> bool:
+        """Lower a tier to so many bytes, one row at least; whether it was above."""
         tier = group.tiers[-1]
         rows = Directory.capacity_for(tier_bytes, group.schema.row_bytes + 1, self._policy)
-        if rows < tier.capacity_rows:
-            group.release_dropped()
-            group.shrink(tier, max(1, rows))
+        if max(1, rows) >= tier.capacity_rows:
+            return False
+        group.release_dropped()
+        group.shrink(tier, max(1, rows))
+        return True
 
     def _charged(self, demand: _Demand) -> int:
         rows = sum(host_bytes(tier) for group in self._groups for tier in group.tiers)
@@ -160,18 +205,26 @@ class HostBudget:
         rows = max(1, coming + group.top.directory.pinned_rows) if group.lower is None else 1
         return self._tier_bytes(rows, group.schema.row_bytes)
 
+    def _too_narrow(self, group: TableGroup, batches: Sequence[Coming]) -> bool:
+        """Whether a DDR tier that is worked on has too few slots, whatever the other groups give up: none grows."""
+        unpinned = sum(batch.unpinned for batch in batches if batch.group is group)
+        return group.lower is None and unpinned > group.top.directory.room()
+
     def _tier_bytes(self, rows: int, row_bytes: int) -> int:
         return Directory.bytes_for(rows, self._policy) + rows * (row_bytes + 1)
 
     def _note(self, demand: _Demand) -> None:
         self.peak_bytes = max(self.peak_bytes, self._charged(demand))
 
-    def _too_small(self, batches: Sequence[Coming], short: int) -> TierCapacityError:
+    def _too_small(self, batches: Sequence[Coming]) -> TierCapacityError:
         unique, missing = sum(batch.unique for batch in batches), sum(batch.missing for batch in batches)
+        fixed = self._charged(_Demand.of(batches)) - sum(map(_ddr_bytes, self._groups))
+        tiers = max(self._least(group, batches) / self._share_of(group.schema) for group in self._groups)
+        enough = max(self._enough(fixed, tiers, len(self._groups)), self.limit_bytes * 9 // 8)
         return TierCapacityError(
-            f"a batch of {unique} distinct rows, {missing} of them to be brought in, needs {self.limit_bytes + short} "
-            f"bytes of host memory with the bookkeeping and the store's index, but ddr_bytes is {self.limit_bytes}: "
-            f"raise it to at least that or use smaller batches"
+            f"a batch of {unique} distinct rows, {missing} of them to be brought in, needs {enough} bytes of host "
+            f"memory with the bookkeeping, the store's index and rows held by other forwards, but ddr_bytes is "
+            f"{self.limit_bytes}: raise it to at least that or use smaller batches"
         )
 
 

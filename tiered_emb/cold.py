@@ -1,9 +1,9 @@
 """ColdRows: the rows of a group that no tier holds - in the Store, not yet taken by it, or never stored.
 
 A read finds each row in its authoritative place: ``unwritten`` (rows that a failing Store refused), else the Store,
-else the table's initializer with zero optimizer state. A write that the Store refuses is kept in ``unwritten``:
-readable, in memory beyond the budget, and handed over before anything else is written. So a full disk stops training
-with an error and loses nothing.
+else the table's initializer with zero optimizer state. A write that the Store refuses, for whatever reason, is kept in
+``unwritten``: readable, in memory beyond the budget, and handed over before anything else is written. So a full disk
+stops training with an error and loses nothing.
 
 One thread at a time. It does not know tiers, slots or plans.
 
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import StoreFullError, StoreIOError
-from storage.memory_store import MemoryStore
+from storage.heap_store import HeapStore
 from storage.schema import RowSchema
 from storage.store import RowIds, Store
 from tiered_emb.init import Initializer
+from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.plan import Ids, Rows, TableNumbers
 
 
@@ -56,7 +56,7 @@ class ColdRows:
         self._store = store
         self._group = group
         self._dim = schema.columns[0].width
-        self._kept = MemoryStore()
+        self._kept = HeapStore()
         self._kept_group = self._kept.open_table("unwritten", schema).group
 
     def read(self, tables: TableNumbers, ids: Ids, out: Rows) -> None:
@@ -72,29 +72,31 @@ class ColdRows:
 
     def write(self, tables: TableNumbers, ids: Ids, rows: Rows) -> Exception | None:
         """Store ``rows`` (N, D + K); if the Store cannot take them, keep them and return its error."""
-        try:
-            self._store.put(RowIds(self._group, tables, ids), rows.view(np.uint8))
-        except (StoreFullError, StoreIOError) as error:
-            self._kept.put(RowIds(self._kept_group, tables, ids), rows.view(np.uint8))
-            self._count_unwritten()
-            return error
-        if self.unwritten:
-            self._forget(tables, ids)
+        with Uninterrupted():
+            try:
+                self._store.put(RowIds(self._group, tables, ids), rows.view(np.uint8))
+            except Exception as error:  # a Store of the user's may raise anything; the rows have no other place
+                self._kept.put(RowIds(self._kept_group, tables, ids), rows.view(np.uint8))
+                self._count_unwritten()
+                return error
+            if self.unwritten:
+                self._forget(tables, ids)
         return None
 
     def retry(self) -> None:
         """Hand over what the Store refused. Raises what the Store raises if it still does; then all is kept."""
         if self.unwritten:
             for rows, data in list(self._kept.scan(self._kept_group)):
-                self._store.put(RowIds(self._group, rows.tables, rows.ids), data)
-                self._forget(rows.tables, rows.ids)
+                with Uninterrupted():
+                    self._store.put(RowIds(self._group, rows.tables, rows.ids), data)
+                    self._forget(rows.tables, rows.ids)
 
     def _forget(self, tables: TableNumbers, ids: Ids) -> None:
         self._kept.delete(RowIds(self._kept_group, tables, ids))
         self._count_unwritten()
 
     def _count_unwritten(self) -> None:
-        self.unwritten = sum(len(rows.ids) for rows, _ in self._kept.scan(self._kept_group))
+        self.unwritten = self._kept.stats().rows
 
     def _initialise(self, new: NDArray[np.intp], tables: TableNumbers, ids: Ids, out: Rows) -> None:
         """Rows ``new`` of ``out``: the table's initial weights, zero state. Tables of one initializer go together."""

@@ -6,7 +6,10 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Literal
+
+import numpy as np
 
 from storage.store import Store
 from tiered_emb.errors import ConfigError
@@ -28,7 +31,7 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(size: int | str, what: str = "size") -> int:
@@ -36,18 +39,21 @@ def parse_bytes(size: int | str, what: str = "size") -> int:
 
     ``what`` names the option in the error. Raises ConfigError for anything else, negative sizes included.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        if size < 0:
-            raise ConfigError(f"{what} is {size} bytes; expected 0 (no such tier) or more")
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    whole = as_int(size)
+    if whole is not None and whole >= 0:
+        return whole
+    if whole is not None:
+        raise ConfigError(f"{what} is {whole} bytes; expected 0 (no such tier) or more")
+    text = size if isinstance(size, str) else ""
+    match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(
             f"{what} is {size!r}; expected a number of bytes such as 0, 65536, '256KiB', '1.5GiB' or '2GB'"
         )
-    return (
-        int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
-    )
+    number = Decimal(match[1]) * _UNITS[match[2].lower()]
+    if 0 < number < 1:
+        raise ConfigError(f"{what} is {size!r}, less than a byte; expected 0 (no such tier) or more")
+    return int(number)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,12 @@ class TierConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "hbm_bytes", parse_bytes(self.hbm_bytes, "hbm_bytes"))
         object.__setattr__(self, "ddr_bytes", parse_bytes(self.ddr_bytes, "ddr_bytes"))
+        if not isinstance(self.store, str | os.PathLike | None) and not hasattr(self.store, "open_table"):
+            raise ConfigError(f"store is {self.store!r}; expected a path, a Store, or None for host memory")
+        if isinstance(self.store, str) and not self.store:
+            raise ConfigError("store is an empty path; expected a directory's, or None for host memory")
+        if not isinstance(self.policy, str):
+            raise ConfigError(f"policy is {self.policy!r}; expected a name, such as 'lru'")
         if self.hbm_bytes == 0 and self.ddr_bytes == 0:
             raise ConfigError("hbm_bytes and ddr_bytes are both 0: a batch needs a tier to be worked on in")
 
@@ -106,9 +118,13 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        _check_positive(self.embedding_dim, f"table {self.name!r}: embedding_dim", MAX_DIM)
+        dim = _positive(self.embedding_dim, f"table {self.name!r}: embedding_dim", MAX_DIM)
+        object.__setattr__(self, "embedding_dim", dim)
         if self.num_embeddings is not None:
-            _check_positive(self.num_embeddings, f"table {self.name!r}: num_embeddings", (1 << 63) - 1)
+            rows = _positive(self.num_embeddings, f"table {self.name!r}: num_embeddings", (1 << 63) - 1)
+            object.__setattr__(self, "num_embeddings", rows)
+        if isinstance(self.init, type) or not hasattr(self.init, "fill"):
+            raise ConfigError(f"table {self.name!r}: init is {self.init!r}; expected an initializer, such as Normal()")
         if self.mode not in MODES:
             raise ConfigError(f"table {self.name!r}: mode is {self.mode!r}; expected one of {', '.join(MODES)}")
         if isinstance(self.feature_names, str):
@@ -119,10 +135,17 @@ class TableConfig:
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or len(name.encode()) > 255 or not name.isprintable():
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name.encode()) > 255:
         raise ConfigError(f"table name is {name!r}; expected 1 to 255 bytes of printable text")
 
 
-def _check_positive(number: object, what: str, largest: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= largest:
+def _positive(number: object, what: str, largest: int) -> int:
+    whole = as_int(number)
+    if whole is None or not 1 <= whole <= largest:
         raise ConfigError(f"{what} is {number!r}; expected an integer from 1 to {largest}")
+    return whole
+
+
+def as_int(number: object) -> int | None:
+    """An integer, NumPy's included, as Python's own; None for anything else, truth values included."""
+    return None if isinstance(number, bool) or not isinstance(number, int | np.integer) else int(number)

@@ -17,32 +17,44 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from storage.errors import StorageError
+from storage.errors import StorageError, StoreClosedError
 from storage.heap_store import HeapStore
 from storage.lmdb_store import LmdbStore, StoreConfig
-from storage.schema import Column, RowSchema
+from storage.schema import Column, RowSchema, table_number
 from storage.store import Store, TableRef
 from storage.volatile import VolatileStore
-from tiered_emb.budget import Coming, HostBudget, host_bytes
+from tiered_emb.budget import Coming, HostBudget
 from tiered_emb.cache import POLICIES, Directory
+from tiered_emb.cache.directory import MAX_CAPACITY_ROWS
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
 from tiered_emb.errors import ConfigError, TierCapacityError
-from tiered_emb.group import TableGroup
+from tiered_emb.group import MOVE_BYTES, TableGroup
+from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
-from tiered_emb.tier import Slab, Tier
+from tiered_emb.tier import Slab, Tier, directory_bytes
 from tiered_emb.workers import WorkerPool
 
 _LEAST_BUFFER_BYTES = 1 << 15  # a Store's write buffer is a sixteenth of the host budget, within these
 _MOST_BUFFER_BYTES = 1 << 24
+_LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored
 _ENGINES: dict[str | int, Engine] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What outlives a module beside its rows: its optimizer steps, and the seed of rows that were never stored."""
+
+    steps: int
+    seed: int
 
 
 class Engine:
@@ -53,23 +65,28 @@ class Engine:
         device: where the HBM tier's rows lie; the host without one.
         store: the rows at rest.
         groups: by row schema.
-        steps: optimizer steps taken, by table name; kept in the Store's note.
+        progress: what the Store's note keeps of each table, by number.
     """
 
     def __init__(self, config: TierConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self._place = _place(config)  # as it was at first: links and the working directory may change
         self.store, self._owned = _open_store(config)
         self.groups: dict[RowSchema, TableGroup] = {}
         self.tables: dict[str, TableRef] = {}
-        self.steps: dict[str, int] = _steps_of(self.store.note)
+        try:
+            self.progress: dict[int, Progress] = _progress_of(self.store.note)
+        except BaseException:
+            if self._owned:
+                self.store.close()
+            raise
         self._shares: dict[RowSchema, int] = {}  # bytes of one row of each table
         self._users = 0
         self._workers = WorkerPool(torch.get_num_threads())
         counted = not isinstance(self.store, VolatileStore)
-        self._budget = HostBudget(
-            config.ddr_budget_bytes, config.policy, self.store.memory_after if counted else lambda inserts: 0
-        )
+        store_bytes = self.store.memory_after if counted else lambda inserts: 0
+        self._budget = HostBudget(config.ddr_budget_bytes, config.policy, store_bytes, self._share)
 
     @classmethod
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:
@@ -94,27 +111,66 @@ class Engine:
     def leave(self, names: Sequence[str]) -> None:
         """A module lets go of its tables; their rows stay. After the last module the engine flushes and closes.
 
-        If the Store does not take the rows, its error is raised and the module is still there, rows and all.
+        If the Store does not take the rows, its error is raised and the module is still there, rows and all; not so if
+        somebody has closed the Store, which will never take them.
         """
         last = self._users == 1
-        if last:
-            self.flush()
+        try:
+            if last:
+                self.flush()
+        except StoreClosedError:
+            self._let_go(names)
+            raise
+        self._let_go(names)
+
+    def abandon(self, names: Sequence[str]) -> None:
+        """A module is gone without a close: what was not flushed is lost, as if the process had died."""
+        if self._users == 1 and isinstance(self.store, LmdbStore) and self._owned:
+            self.store.abandon()  # closing it would make its last writes a complete state
+        self._let_go(names)
+
+    def _let_go(self, names: Sequence[str]) -> None:
         self._users -= 1
         for name in names:
             self.tables.pop(name, None)
-        if last:
-            place = _place(self.config)
-            if place is not None:
-                _ENGINES.pop(place, None)
+        if self._users == 0:
+            if self._place is not None:
+                _ENGINES.pop(self._place, None)
             self._workers.close()
             if self._owned:
                 self.store.close()
 
-    def add_tables(self, tables: Sequence[TableConfig], rule: RowRule, seed: int) -> list[tuple[TableGroup, TableRef]]:
+    def steps(self, names: Sequence[str]) -> int:
+        """Optimizer steps taken by the module of these tables, over all its lives."""
+        return max(self.progress[table_number(name)].steps for name in names)
+
+    def count_steps(self, names: Sequence[str], steps: int) -> None:
+        """Remember the module's steps; the next flush keeps them."""
+        for number in map(table_number, names):
+            self.progress[number] = replace(self.progress[number], steps=steps)
+
+    def _seeds(self, tables: Sequence[TableConfig], seed: int | None) -> list[int]:
+        """Each table's seed: the one it was stored with, or the given one, or one drawn as torch's own initialisation
+        does. Raises ConfigError if the given one would change rows that were never stored."""
+        drawn = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
+        seeds = []
+        for table in tables:
+            stored = self.progress.get(table_number(table.name))
+            if stored is not None and seed is not None and seed != stored.seed:
+                raise ConfigError(
+                    f"table {table.name!r} was made with seed {stored.seed}, not {seed}, which would change its "
+                    f"rows that were never stored; give seed={stored.seed} or None"
+                )
+            seeds.append(drawn if stored is None else stored.seed)
+        return seeds
+
+    def add_tables(
+        self, tables: Sequence[TableConfig], rule: RowRule, seed: int | None
+    ) -> list[tuple[TableGroup, TableRef]]:
         """Open ``tables`` in the Store; each one's group and reference, in order.
 
-        Raises ConfigError for a table that a module uses already, TierCapacityError if the budgets hold no row of one,
-        and what the Store raises; the engine is as it was then.
+        Raises ConfigError for a table that a module uses already or that has another seed, TierCapacityError if the
+        budgets hold no row of one, and what the Store raises; the engine is as it was then.
         """
         for table in tables:
             if table.name in self.tables:
@@ -122,24 +178,53 @@ class Engine:
                     f"table {table.name!r} is already used by a module of this process over the same store: "
                     f"give one of the two another name"
                 )
-        refs = [self.store.open_table(table.name, row_schema(table.embedding_dim, rule)) for table in tables]
+        seeds = self._seeds(tables, seed)
+        schemas = [row_schema(table.embedding_dim, rule) for table in tables]
         before = dict(self._shares)
-        for ref in refs:
-            if not self._serves(ref):
-                self._shares[ref.schema] = self._shares.get(ref.schema, 0) + ref.schema.row_bytes
         try:
+            self._share_among(tables, schemas)
+            refs = [self.store.open_table(table.name, schema) for table, schema in zip(tables, schemas, strict=True)]
             self._make_groups(refs)
         except BaseException:
             self._shares = before
             raise
         opened = [(self.groups[ref.schema], ref) for ref in refs]
-        for table, (group, ref) in zip(tables, opened, strict=True):
-            group.add_table(Table(table.name, ref.number, table.init, seed))
+        for table, own, (group, ref) in zip(tables, seeds, opened, strict=True):
+            group.add_table(Table(table.name, ref.number, table.init, own))
             self.tables[table.name] = ref
+            self.progress.setdefault(ref.number, Progress(0, own))
         return opened
 
-    def _serves(self, ref: TableRef) -> bool:
-        return ref.schema in self.groups and ref.number in self.groups[ref.schema].cold.tables
+    def _share_among(self, tables: Sequence[TableConfig], schemas: Sequence[RowSchema]) -> None:
+        """Give tables that are new here their shares; raises TierCapacityError before the Store hears of them."""
+        for table, schema in zip(tables, schemas, strict=True):
+            if not (schema in self.groups and self.groups[schema].serves(table.name)):
+                self._shares[schema] = self._shares.get(schema, 0) + schema.row_bytes
+        new = [schema for schema in self._shares if schema not in self.groups]
+        if self.config.ddr_budget_bytes:
+            self._budget.check_new(new, self._bytes_beside_new() + self._store_bytes_of(len(new)))
+
+    def _bytes_beside_new(self) -> int:
+        """Host memory that groups which are not made yet will take beside their DDR tiers, for their HBM tiers."""
+        if not self.config.hbm_budget_bytes:
+            return 0
+        rows = {schema: self._hbm_rows(schema) for schema in self._shares if schema not in self.groups}
+        return sum(
+            directory_bytes(count, self.config.policy)
+            + schema.row_bytes
+            + min(MOVE_BYTES, count * schema.row_bytes // 8)
+            for schema, count in rows.items()
+        )
+
+    def _store_bytes_of(self, new: int) -> int:
+        """What our Store will take for so many new groups: its write buffer, or segments of each group beyond it."""
+        if not isinstance(self.store, LmdbStore):
+            return 0
+        segments = 3 * self.store.config.segment_bytes * (len(self.groups) + new)
+        return max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
+
+    def _share(self, schema: RowSchema) -> float:
+        return self._shares[schema] / sum(self._shares.values())
 
     def _make_groups(self, refs: Sequence[TableRef]) -> None:
         self._divide()
@@ -147,21 +232,34 @@ class Engine:
             if ref.schema not in self.groups:
                 self._add_group(ref)
 
-    def expect(self, batches: Sequence[tuple[TableGroup, IdBatch]]) -> None:
-        """Make room for batches that will be planned one after the other.
+    @contextmanager
+    def room_for(self, batches: Sequence[tuple[TableGroup, IdBatch]]) -> Iterator[None]:
+        """Make room for batches that are then planned one after the other.
 
         Raises TierCapacityError, with nothing changed, if the budgets are too small for them.
         """
+        if self.config.hbm_budget_bytes:
+            for group in {id(group): group for group, _ in batches}.values():
+                group.check_room([batch for one, batch in batches if one is group])
         while self._budget.make_room(
-            [Coming(group, group.count_missing(batch), len(batch.ids)) for group, batch in batches]
+            [
+                Coming(group, group.count_missing(batch), len(batch.ids), group.count_unpinned(batch))
+                for group, batch in batches
+            ]
         ):
             pass
+        self._budget.settled = True
+        try:
+            yield
+        finally:
+            self._budget.settled = False
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state."""
         for group in self.groups.values():
             group.write_back()
-        self.store.flush(json.dumps({"steps": self.steps}, sort_keys=True).encode())
+        with Uninterrupted():
+            self.store.flush(_note_of(self.progress))
 
     def scan(self, names: Sequence[str]) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) of the Store's rows of these tables, in blocks."""
@@ -191,7 +289,7 @@ class Engine:
             budget, used = self.config.hbm_budget_bytes, sum(tier.slab_bytes for tier in tiers)
             peak = used
         by_table = {
-            ref.name: tier.counters.of(ref.number)
+            ref.name: tier.counters.of(ref.number, ref.schema.row_bytes)
             for ref in self.tables.values()
             for tier in self.groups[ref.schema].tiers
             if tier.name == name
@@ -211,27 +309,44 @@ class Engine:
         )
 
     def _add_group(self, ref: TableRef) -> None:
-        schema, policy = ref.schema, self.config.policy
-        dim, state = schema.columns[0].width, schema.row_bytes // 4 - schema.columns[0].width
-        tiers = []
+        schema, tiers = ref.schema, []
         if self.config.hbm_budget_bytes:
             rows = self._hbm_rows(schema)
-            tiers.append(Tier("hbm", Directory(rows, policy), Slab(rows, dim, state, self.device)))
+            tiers.append(self._new_tier("hbm", rows, schema, self.device))
         if self.config.ddr_budget_bytes:
             share = self._shares[schema] / sum(self._shares[one] for one in self._shares if one not in self.groups)
-            rows = self._budget.rows_for(schema.row_bytes, sum(host_bytes(tier) for tier in tiers), share)
-            tiers.append(Tier("ddr", Directory(rows, policy), Slab(rows, dim, state, torch.device("cpu"))))
+            rows = self._budget.rows_for(schema.row_bytes, self._bytes_beside_new(), share)
+            tiers.append(self._new_tier("ddr", rows, schema, torch.device("cpu")))
         self.groups[schema] = group = TableGroup(ref.group, schema, self.store, tiers, self._workers)
+        if self.config.hbm_budget_bytes:
+            group.top_bytes = lambda rows: self._hbm_bytes(schema, rows)
+        else:
+            group.top_bytes = lambda rows: self._budget.bytes_for(group, rows)
         self._budget.join(group)
+
+    def _new_tier(self, name: str, rows: int, schema: RowSchema, device: torch.device) -> Tier:
+        dim = schema.columns[0].width
+        try:
+            return Tier(name, Directory(rows, self.config.policy), Slab(rows, dim, schema.row_bytes // 4 - dim, device))
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            raise TierCapacityError(
+                f"{name}_bytes asks for {rows} rows of {schema.row_bytes} bytes and their bookkeeping, which the "
+                f"system does not grant ({error}); use fewer bytes than the memory of "
+                f"{'this machine' if name == 'ddr' else device}"
+            ) from error
 
     def _hbm_rows(self, schema: RowSchema) -> int:
         part = self.config.hbm_budget_bytes * self._shares[schema] // sum(self._shares.values())
         if part < schema.row_bytes:
             raise TierCapacityError(
                 f"hbm_bytes is {self.config.hbm_budget_bytes}, of which {part} go to rows of {schema.row_bytes} bytes: "
-                f"not one fits; raise hbm_bytes, or give 0 for no HBM tier"
+                f"not one fits; use at least {self._hbm_bytes(schema, 1)} bytes, or 0 for no HBM tier"
             )
-        return part // schema.row_bytes
+        return min(part // schema.row_bytes, MAX_CAPACITY_ROWS)
+
+    def _hbm_bytes(self, schema: RowSchema, rows: int) -> int:
+        """The budget whose part for rows of this schema holds so many."""
+        return -(-rows * schema.row_bytes * sum(self._shares.values()) // self._shares[schema])
 
     def _divide(self) -> None:
         """Lower the tiers of groups that now share their budgets with new ones."""
@@ -272,15 +387,28 @@ def _open_store(config: TierConfig) -> tuple[Store, bool]:
     if not isinstance(config.store, str | os.PathLike):
         return config.store, False
     buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
-    sizes = StoreConfig(segment_bytes=min(1 << 20, buffer // 2), write_buffer_bytes=buffer)
+    segment = max(_LEAST_BUFFER_BYTES // 2, min(1 << 20, buffer // 8))  # every group fills some of its own
+    sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer)
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True
 
 
-def _steps_of(note: bytes) -> dict[str, int]:
-    """Optimizer steps by table, out of a Store's note."""
+def _note_of(progress: dict[int, Progress]) -> bytes:
+    """A Store's note: ``{"tables": [[steps, seed, [table numbers]], ...]}``, tables of equal progress together."""
+    together: dict[Progress, list[int]] = {}
+    for number, one in sorted(progress.items()):
+        together.setdefault(one, []).append(number)
+    tables = [[one.steps, one.seed, numbers] for one, numbers in together.items()]
+    return json.dumps({"tables": tables}, separators=(",", ":")).encode()
+
+
+def _progress_of(note: bytes) -> dict[int, Progress]:
+    """The reverse of :func:`_note_of`. Raises StorageError for a note that is not ours."""
     if not note:
         return {}
     try:
-        return {str(name): int(steps) for name, steps in json.loads(note)["steps"].items()}
-    except (ValueError, KeyError, AttributeError) as error:
-        raise StorageError(f"the store's note is not one of ours: {note[:80]!r}") from error
+        tables = json.loads(note)["tables"]
+        return {int(number): Progress(int(steps), int(seed)) for steps, seed, numbers in tables for number in numbers}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"the store keeps a note that is not of tiered tables: {note[:80]!r}; give modules a store of their own"
+        ) from error

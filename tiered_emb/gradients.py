@@ -94,21 +94,26 @@ def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, wo
     """Sum each row's gradients and change the row; rows are partitioned over ``workers``, each row whole."""
     slab, slots = tier.slab, tier.on_device(work.slots)
 
+    tier.dirty[work.slots] = True  # first, so that it is true of rows changed by an update that fails half-way
+
     def part(first: int, last: int) -> None:
-        sums = torch.empty((min(CHUNK_ROWS, last - first), slab.weight.shape[1]), device=slab.device)
+        shape = min(CHUNK_ROWS, last - first), slab.weight.shape[1]
+        sums = torch.empty(shape, dtype=torch.float32, device=slab.device)
         for begin in range(first, last, CHUNK_ROWS):
             end = min(begin + CHUNK_ROWS, last)
             chunk = sums[: end - begin]
             _sum(tier, work, begin, end, chunk)
             rule.apply(slab.weight, slab.state, slots[begin:end], chunk, step)
 
-    workers.run(part, len(work.slots), CHUNK_ROWS)
-    tier.dirty[work.slots] = True
+    if slab.device.type == "cpu":
+        workers.run(part, len(work.slots), CHUNK_ROWS)
+    elif len(work.slots):
+        part(0, len(work.slots))  # on the caller's stream
 
 
 def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratch, workers: WorkerPool) -> torch.Tensor:
     """Gradient (N,) of per-sample weights: the rows of ``plan``, unchanged since the forward, times ``grad`` (B, D)."""
-    batch, out = plan.batch, torch.empty(len(plan.batch.inverse), device=grad.device)
+    batch, out = plan.batch, torch.empty(len(plan.batch.inverse), dtype=torch.float32, device=grad.device)
     slots, inverse = tier.on_device(plan.slots), tier.on_device(batch.inverse)
     bags = tier.on_device(bag_numbers(batch.bags, scratch))
     tier.kernels.per_sample_gradients(tier.slab.weight, slots, inverse, bags, grad.contiguous(), out, workers)
@@ -166,8 +171,8 @@ def _joined_weights(uses: Sequence[Use]) -> torch.Tensor | None:
     parts = []
     for use in uses:
         weights = use.plan.batch.bags.weights
-        whole = torch.ones(len(use.plan.batch.inverse)) if weights is None else weights
-        parts.append(torch.from_numpy(_taking_part(use, whole.numpy())))
+        whole = np.ones(len(use.plan.batch.inverse), np.float32) if weights is None else weights.numpy()
+        parts.append(torch.from_numpy(_taking_part(use, whole)))
     return torch.cat(parts)
 
 

@@ -18,8 +18,7 @@ tier is worked on; a lower tier, where there is one, takes the top's victims and
   A row that moves up leaves the lower tier; ``dirty`` (differs from the Store's) moves with it.
 - ``init`` is pure, so a row that was never updated is dropped, not written.
 - Bad input and a batch that does not fit are refused before anything changes. A read that fails takes back the slots
-that
-  were planned for its rows; a row that the Store refuses stays readable and is written once there is room.
+  that were planned for its rows; a row that the Store refuses stays readable and is written once there is room.
 
 All verbs belong to one thread at a time; :mod:`tiered_emb.engine` owns budgets and the Store's life.
 
@@ -37,12 +36,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from storage.errors import StorageError
 from storage.schema import RowSchema
 from storage.store import Store
 from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gradients
+from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers, Victims
@@ -51,6 +50,7 @@ from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
 
 MOVE_BYTES = 1 << 18  # rows move between tiers through a buffer of about this size
+_WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
 _VICTIM_BYTES = 32  # a Directory's arrays of victims, which grow by doubling: 16 bytes each
 
 
@@ -62,6 +62,7 @@ class TableGroup:
         schema: of every row: weight, then optimizer state.
         tiers: top first; one or two.
         cold: the rows that no tier holds.
+        top_bytes: budget of the top tier, by name, in which this group has so many slots; for messages.
         make_room: asked before each plan with (missing rows, unique rows); shrinks tiers so that what the batch stages
             and what the Store may grow by stays within the budget. Returns whether any tier shrank.
     """
@@ -71,6 +72,7 @@ class TableGroup:
         self.schema = schema
         self.tiers = tiers
         self.cold = ColdRows(store, number, schema)
+        self.top_bytes: Callable[[int], int] = lambda rows: rows * schema.row_bytes
         self.make_room: Callable[[int, int], bool] = lambda missing, unique: False
         self._workers = workers
         self._deduper = batch_kernels.Deduper()
@@ -109,12 +111,19 @@ class TableGroup:
     def _move_rows(self) -> int:
         return max(1, min(MOVE_BYTES // self.schema.row_bytes, self.tiers[0].capacity_rows // 8))
 
+    def serves(self, name: str) -> bool:
+        """Whether the table has been added, by a module that may be closed by now."""
+        return any(table.name == name for table in self.cold.tables.values())
+
     def add_table(self, table: Table) -> None:
-        """Serve this table too."""
-        known = table.number in self.cold.tables
+        """Serve this table too, or a table that a closed module had, with another initializer perhaps."""
+        known = self.cold.tables.get(table.number)
         self.cold.tables[table.number] = table
-        for tier in self.tiers if not known else ():
-            tier.counters.add_table(table.number)
+        for tier in self.tiers:
+            if known is None:
+                tier.counters.add_table(table.number)
+            elif known != table:
+                self._drop_clean(tier, table.number)
 
     # ------------------------------------------------------------------------------------------- the road of a batch
 
@@ -138,14 +147,14 @@ class TableGroup:
         if len(missing) > top.directory.room():
             top.directory.unpin(slots[slots >= 0])
             raise self._too_small(len(batch.ids), len(missing))
+        self._row_buffer(len(missing))  # no memory for it: better now than with the slots promised
         plan = self._admit(batch, slots, missing)
         plan.pin = Pin(plan.slots, self._dropped)
         return plan
 
     def fetch(self, plan: Plan) -> Rows:
         """The missing rows (M, D + K), each from its authoritative place; valid until the next fetch."""
-        rows = self._staging.take("rows", (len(plan.missing), self.row_width), np.float32)
-        from_lower = len(plan.lower_from)
+        rows, from_lower = self._row_buffer(len(plan.missing)), len(plan.lower_from)
         if self.lower is not None:
             self.lower.read(plan.lower_from, rows[:from_lower])
         outside = plan.missing[from_lower:]
@@ -156,8 +165,8 @@ class TableGroup:
     def commit(self, plan: Plan, rows: Rows) -> None:
         """Move the plan's victims out and the fetched rows in.
 
-        Raises StoreFullError or StoreIOError if the Store did not take a victim; by then every row is in its place, and
-        the victim among the cold rows.
+        Raises the Store's error if it did not take a victim; by then every row is in its place, and the victim among
+        the cold rows.
         """
         try:
             self._move_victims(plan)
@@ -200,6 +209,12 @@ class TableGroup:
             raise
         return plan
 
+    def _drop_clean(self, tier: Tier, table: int) -> None:
+        """Forget a table's rows that are no different below: in the Store, or never updated and computed anew."""
+        self.release_dropped()
+        slots = tier.directory.unpinned(tier.directory.occupied())
+        tier.remove(slots[(tier.directory.slot_tables[slots] == table) & ~tier.dirty[slots]])
+
     # ----------------------------------------------------------------------------------------- beside the road
 
     def weight_gradients(self, plan: Plan, grad: torch.Tensor) -> torch.Tensor:
@@ -210,6 +225,19 @@ class TableGroup:
         """Rows of the batch that the top tier does not hold; changes nothing."""
         slots = np.empty(len(batch.ids), np.int32)
         return len(slots) - self.top.directory.find(batch.tables, batch.ids, slots)
+
+    def count_unpinned(self, batch: IdBatch) -> int:
+        """Rows of the batch that would take a slot from others: those missing, and those in a slot without a pin."""
+        self.release_dropped()
+        slots, directory = np.empty(len(batch.ids), np.int32), self.top.directory
+        found = directory.find(batch.tables, batch.ids, slots)
+        return len(slots) - found + len(directory.unpinned(slots[slots >= 0]))
+
+    def check_room(self, batches: Sequence[IdBatch]) -> None:
+        """Raise TierCapacityError unless the top tier has room for the rows of all ``batches``, of different tables."""
+        need = sum(map(self.count_unpinned, batches))
+        if need > self.top.directory.room():
+            raise self._too_small(sum(len(batch.ids) for batch in batches), need)
 
     def peek(self, batch: IdBatch) -> torch.Tensor:
         """The pooled rows (B, D) without a trace: nothing admitted, no policy, counter or pin changed."""
@@ -247,18 +275,30 @@ class TableGroup:
         """Hand every changed row to the Store; the rows stay where they are. Raises what the Store raises."""
         self.cold.retry()
         for tier in self.tiers:
-            directory = tier.directory
-            for slots in self._chunks(np.flatnonzero(tier.dirty[: tier.capacity_rows]).astype(np.int32)):
-                rows = self._moving(tier, slots)
-                if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows):
-                    raise error
-                tier.dirty[slots] = False
+            first = 0
+            while first < tier.capacity_rows:  # which falls when the Store's index grows at the tier's cost
+                window = tier.dirty[first : min(first + _WINDOW_ROWS, tier.capacity_rows)]
+                for slots in self._chunks((first + np.flatnonzero(window)).astype(np.int32)):
+                    self._write_back(tier, slots)
+                first += _WINDOW_ROWS
+
+    def _write_back(self, tier: Tier, slots: Slots) -> None:
+        """Hand the rows of ``slots`` to the Store, which may need room for the first time it sees them."""
+        with Uninterrupted(), suppress(TierCapacityError):  # for want of room in memory nothing is kept from the disk
+            while self.make_room(len(slots), 0):
+                pass
+        directory, slots = tier.directory, slots[slots < tier.capacity_rows]
+        rows = self._moving(tier, slots)
+        if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows):
+            raise error
+        tier.dirty[slots] = False
 
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
         """Lower a tier's capacity; rows without room leave for the Store. Raises what the Store raises, after that."""
         gone = tier.shrink(capacity_rows)
         error = self._write_victims(tier, gone, np.flatnonzero(gone.dirty))
         tier.discard()
+        self._staging.drop("moving")  # its size follows the tier's
         if error is not None:
             raise error
 
@@ -288,9 +328,7 @@ class TableGroup:
         slots[missing] = fresh
         top.directory.pin(fresh)
         plan = Plan(self._next_number(), batch, slots, missing, missing[:0], victims)
-        if self.lower is None:
-            top.counters.add("write_backs", victims.tables[victims.dirty])
-        else:
+        if self.lower is not None:
             self._plan_lower(plan, self.lower)
         return plan
 
@@ -305,22 +343,18 @@ class TableGroup:
         plan.missing = np.concatenate([missing[here], missing[~here]])
         plan.lower_from = at[here]
         self.top.dirty[plan.slots[missing[here]]] = lower.dirty[plan.lower_from]
-        lower.directory.remove(plan.lower_from)
-        lower.dirty[plan.lower_from] = False
+        lower.remove(plan.lower_from)
         self._admit_victims(plan, lower)
 
     def _admit_victims(self, plan: Plan, lower: Tier) -> None:
         victims = plan.victims
         past = max(0, len(victims.slots) - lower.capacity_rows)  # the oldest go past a lower tier that is too small
-        if past:
-            self.top.counters.add("write_backs", victims.tables[:past][victims.dirty[:past]])
         if past == len(victims.slots):
             return
         counts = np.ones(len(victims.slots) - past, np.int32)
         to = victims.lower_slots[past:]
         plan.lower_victims = lower.admit(victims.tables[past:], victims.ids[past:], counts, to)
         lower.dirty[to] = victims.dirty[past:]
-        lower.counters.add("write_backs", plan.lower_victims.tables[plan.lower_victims.dirty])
 
     def _next_number(self) -> int:
         self._plans += 1
@@ -333,7 +367,7 @@ class TableGroup:
         return TierCapacityError(
             f"the batch has {unique} distinct rows of {self.schema.row_bytes} bytes and other plans hold "
             f"{pinned - (unique - missing)}, but the {top.name} tier has room for {top.capacity_rows}; "
-            f"it needs {need * self.schema.row_bytes} bytes for rows: raise {top.name}_bytes or use smaller batches"
+            f"it needs {self.top_bytes(need)} bytes: raise {top.name}_bytes to that or use smaller batches"
         )
 
     # --------------------------------------------------------------------------------------------------- moving rows
@@ -357,20 +391,23 @@ class TableGroup:
         error = None
         for part in self._chunks(which):
             rows = self._moving(tier, victims.slots[part])
+            tier.counters.add("write_backs", victims.tables[part])
             error = self.cold.write(victims.tables[part], victims.ids[part], rows) or error
         return error
 
     def _take_back(self, plan: Plan) -> None:
         """Undo the plan of a batch whose cold rows could not be read: victims leave as planned, rows from the lower
-        tier
-        are kept, and the slots meant for the cold rows are free again."""
-        from_lower = len(plan.lower_from)
-        rows = self._staging.take("rows", (len(plan.missing), self.row_width), np.float32)
-        with suppress(StorageError):  # such rows are kept among the cold ones; the error to report is another
+        tier are kept, and the slots meant for the cold rows are free again."""
+        rows, from_lower = self._row_buffer(len(plan.missing)), len(plan.lower_from)
+        with suppress(Exception):  # rows that were not taken are among the cold ones; the error to report is another
             self._move_victims(plan)
         self.top.write(plan.slots[plan.missing[:from_lower]], rows[:from_lower])
         self.release(plan)
-        self.top.directory.remove(plan.slots[plan.missing[from_lower:]])
+        self.top.remove(plan.slots[plan.missing[from_lower:]])
+
+    def _row_buffer(self, rows: int) -> Rows:
+        """Where the missing rows of a batch come together; the same memory until a larger batch is planned."""
+        return self._staging.take("rows", (rows, self.row_width), np.float32)
 
     def _moving(self, tier: Tier, slots: Slots) -> Rows:
         """The rows of ``slots``, copied to the buffer that rows move through; valid until the next call."""
@@ -386,7 +423,7 @@ class TableGroup:
         """Pool rows ``weight[slots]``; a plan remembers which positions won its max bags."""
         bags, kernels, device = batch.bags, self.top.kernels, self.top.on_device
         at, inverse, ends = device(slots), device(batch.inverse), device(bags.offsets)
-        out = torch.empty((bags.num_bags, self.dim), device=weight.device)
+        out = torch.empty((bags.num_bags, self.dim), dtype=torch.float32, device=weight.device)
         if bags.mode == "max":
             winners = torch.empty(out.shape, dtype=torch.int32, device=weight.device)
             kernels.pool_max(weight, at, inverse, ends, out, winners, self._workers)

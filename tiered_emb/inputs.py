@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiered_emb.config import TableConfig
+from tiered_emb.config import TableConfig, as_int
 from tiered_emb.errors import ConfigError, IdRangeError, InvalidBatchError
 from tiered_emb.kernels.batch import check_offsets, first_out_of_range
 from tiered_emb.plan import Ids, JaggedIds
@@ -22,12 +22,21 @@ Ends = NDArray[np.int64]
 
 def as_ids(values: torch.Tensor, what: str = "ids") -> Ids:
     """(N,) int64 on the host, contiguous, of an integer tensor of one dimension."""
-    if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.int32):
-        seen = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
-        raise InvalidBatchError(f"{what} are {seen}; expected an int64 or int32 tensor")
+    check_integers(values, what)
     if values.ndim != 1:
         raise InvalidBatchError(f"{what} have shape {tuple(values.shape)}; expected one dimension")
     return values.detach().to("cpu", torch.int64).contiguous().numpy()
+
+
+def check_integers(values: torch.Tensor, what: str = "ids") -> None:
+    """Raise InvalidBatchError unless ``values`` are an int64 or int32 tensor."""
+    if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.int32):
+        raise InvalidBatchError(f"{what} are {kind_of(values)}; expected an int64 or int32 tensor")
+
+
+def kind_of(seen: object) -> str:
+    """How a message names what was passed: a tensor by its dtype, anything else by its type."""
+    return str(seen.dtype) if isinstance(seen, torch.Tensor) else type(seen).__name__
 
 
 def checked_ids(table: TableConfig, ids: torch.Tensor) -> Ids:
@@ -60,6 +69,7 @@ def check_ends(ends: Ends, n: int, what: str) -> None:
 
 def bag_ends(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool) -> Ends:
     """(B + 1,) boundaries of the bags of ``nn.EmbeddingBag``'s input: (B, L) ids, or (N,) ids with offsets."""
+    check_integers(ids)
     if ids.ndim == 2:
         if offsets is not None:
             raise InvalidBatchError("ids of two dimensions are bags of equal length; offsets must be None then")
@@ -72,6 +82,17 @@ def bag_ends(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offse
     ends = starts if include_last_offset else np.append(starts, len(ids))
     check_ends(ends, len(ids), "offsets")
     return ends
+
+
+def flat_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+    """(N,) per-sample weights that lie as the ids do, whatever their strides."""
+    if weights is None:
+        return None
+    if not isinstance(weights, torch.Tensor):
+        raise InvalidBatchError(f"per_sample_weights are {kind_of(weights)}; expected a float32 tensor")
+    if weights.shape != ids.shape:
+        raise InvalidBatchError(f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}")
+    return weights.reshape(-1)
 
 
 def without(padding: int, ids: Ids, ends: Ends, weights: torch.Tensor | None) -> tuple[Ids, Ends, torch.Tensor | None]:
@@ -98,7 +119,13 @@ def select(batch: JaggedIds, ids: Ids, ends: Ends, features: Sequence[str]) -> t
 
 
 def check_features(batch: JaggedIds, expected: Sequence[str]) -> None:
-    """Raise InvalidBatchError unless the batch has exactly the expected features."""
+    """Raise InvalidBatchError unless the batch has exactly the expected features, and a weight an id or none."""
+    if not isinstance(batch, JaggedIds):
+        raise InvalidBatchError(f"the batch is {kind_of(batch)}; expected JaggedIds, see JaggedIds.from_dict")
+    if batch.weights is not None and batch.weights.shape != batch.ids.shape:
+        raise InvalidBatchError(
+            f"the batch's weights have shape {tuple(batch.weights.shape)}, its ids {tuple(batch.ids.shape)}"
+        )
     if sorted(batch.features) != sorted(expected):
         odd = sorted(set(batch.features) ^ set(expected)) or ["a feature twice"]
         raise InvalidBatchError(
@@ -116,11 +143,16 @@ def check_unique(names: Sequence[str], what: str) -> None:
 
 def padding_id(padding_idx: int | None, num_embeddings: int | None) -> int | None:
     """The id that counts as absent; negative ones count from the end of a bounded table, as in torch."""
-    if padding_idx is None or num_embeddings is None:
-        return padding_idx
-    if not -num_embeddings <= padding_idx < num_embeddings:
-        raise ConfigError(f"padding_idx is {padding_idx}; expected one of the table's {num_embeddings} ids")
-    return padding_idx % num_embeddings
+    if padding_idx is None:
+        return None
+    padding = as_int(padding_idx)
+    if padding is None:
+        raise ConfigError(f"padding_idx is {padding_idx!r}; expected an integer or None")
+    if num_embeddings is None:
+        return padding
+    if not -num_embeddings <= padding < num_embeddings:
+        raise ConfigError(f"padding_idx is {padding}; expected one of the table's {num_embeddings} ids")
+    return padding % num_embeddings
 
 
 def refuse_unsupported(max_norm: float | None, scale_grad_by_freq: bool, dtype: torch.dtype | None) -> None:

@@ -7,13 +7,17 @@ twice in one forward is updated once, by the sum of both uses, and gradients of 
 forward.
 
 Pins end with the update; those of a forward whose graph is dropped end with the graph. A backward over an updated
-forward is an error. A backward pass that fails half-way leaves no trace: its uses are dropped when the next one begins.
+forward is an error, and so is one over a forward of a module that was closed since. A backward pass that fails half-way
+leaves no trace: its uses are dropped by the next forward. Passes may be nested (a checkpointed part of a model runs its
+own); each applies what it recorded. A pass that asks for other gradients only (``torch.autograd.grad`` of the
+per-sample weights) records nothing.
 
 Shapes: N ids, B bags a feature, F features, D dimension.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,10 +28,11 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from tiered_emb.config import Mode
-from tiered_emb.errors import InvalidBatchError, PlanReleasedError
+from tiered_emb.errors import InvalidBatchError, ModuleClosedError, PlanReleasedError
 from tiered_emb.gradients import Use
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import Ends, check_ends, check_range, listed
+from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Plan
 
@@ -57,29 +62,30 @@ class Updates:
         self.steps = steps
         self._rule = rule
         self._after = after
-        self._uses: list[tuple[TableLookup, Use]] = []
-        self._pass = -1  # autograd's number of the backward pass that recorded the uses
+        self._closed = False
+        self._uses: dict[
+            int, list[tuple[TableLookup, Use]]
+        ] = {}  # by autograd's number of the backward pass; -1 = "step"
 
     def record(self, lookup: TableLookup, use: Use) -> None:
         """Called by a backward node: the pooled rows of this forward have this gradient."""
-        if self.time == "backward":
-            current = torch._C._current_graph_task_id()
-            if current != self._pass:
-                self.discard()
-                self._pass = current
-                torch.autograd.Variable._execution_engine.queue_callback(self.apply)
-        self._uses.append((lookup, use))
+        current = torch._C._current_graph_task_id() if self.time == "backward" else -1
+        if current not in self._uses and self.time == "backward":
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.apply(current))
+        self._uses.setdefault(current, []).append((lookup, use))
 
     def drop_failed(self) -> None:
         """Forget the uses of a backward pass that failed half-way; called between passes."""
         if self._uses and self.time == "backward" and torch._C._current_graph_task_id() == -1:
             self.discard()
 
-    def apply(self) -> None:
-        """Apply the rule once to all recorded uses and unpin their rows."""
-        uses, self._uses, self._pass = self._uses, [], -1
-        if not uses:
-            return
+    def apply(self, backward_pass: int = -1) -> None:
+        """Apply the rule once to the uses that a backward pass recorded (-1: that all did) and unpin their rows."""
+        with Uninterrupted():
+            if uses := self._uses.pop(backward_pass, []):
+                self._apply(uses)
+
+    def _apply(self, uses: Sequence[tuple[TableLookup, Use]]) -> None:
         self.steps += 1
         for lookup in dict.fromkeys(lookup for lookup, _ in uses):
             mine = sorted((use for one, use in uses if one is lookup), key=lambda use: use.plan.number)
@@ -89,9 +95,36 @@ class Updates:
 
     def discard(self) -> None:
         """Forget recorded uses, as ``zero_grad`` does."""
-        uses, self._uses = self._uses, []
-        for lookup, use in uses:
-            _release(lookup, [use])
+        with Uninterrupted():
+            for uses in self._uses.values():
+                for lookup, use in uses:
+                    _release(lookup, [use])
+            self._uses = {}
+
+    def close(self) -> None:
+        """Forget recorded uses and refuse further ones."""
+        self.discard()
+        self._closed = True
+
+    def check_open(self, tables: Sequence[str]) -> None:
+        """Raise ModuleClosedError after :meth:`close`: rows changed now would reach no Store."""
+        if self._closed:
+            raise ModuleClosedError(
+                f"tables {listed(tables)}: a backward pass reached a forward of a module that was closed since; "
+                f"close it after the last backward pass"
+            )
+
+
+def forget_failed_passes() -> None:
+    """Have autograd and the garbage collector drop graphs that nobody can use any more.
+
+    Nodes that a failed backward pass did not get to wait in autograd's queue, with the plans that they hold, until the
+    next pass comes by; so one is run that does nothing.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        nothing = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True).clone()
+        torch.autograd.backward([nothing], [torch.zeros_like(nothing)])
+    gc.collect()
 
 
 def _release(lookup: TableLookup, uses: Sequence[Use]) -> None:
@@ -99,7 +132,7 @@ def _release(lookup: TableLookup, uses: Sequence[Use]) -> None:
         lookup.group.release(use.plan)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Question:
     """What one look-up is asked in one forward.
 
@@ -108,12 +141,19 @@ class Question:
         batch: the ids.
         weights: (N,) float32 per-sample weights as autograd knows them, or None.
         num_features: F.
+        plan: set by an answer that admits the batch.
     """
 
     lookup: TableLookup
     batch: IdBatch
     weights: torch.Tensor | None
     num_features: int
+    plan: Plan | None = None
+
+    def withdraw(self) -> None:
+        """Unpin what an answer that nobody will get has pinned; a traceback may keep its tensors for long."""
+        if self.plan is not None:
+            self.lookup.group.release(self.plan)
 
 
 class TableLookup:
@@ -135,7 +175,8 @@ class TableLookup:
         self.mode: Mode = mode
         self._updates = updates
         self._copies = copies
-        self._anchor = torch.zeros(0, requires_grad=True)  # makes autograd call the backward
+        # Makes autograd call the backward. Not a leaf: of a leaf autograd does not say whether a pass will reach it.
+        self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True).clone()
 
     def ask(self, names: Sequence[str], ids: Ids, ends: Ends, weights: torch.Tensor | None) -> Question:
         """The checked, deduplicated ids of F features, in the order of ``names``.
@@ -153,9 +194,8 @@ class TableLookup:
         Raises TierCapacityError as ``TableGroup.plan``, and what the Store raises.
         """
         batch, weights, features = question.batch, question.weights, question.num_features
-        self._updates.drop_failed()
         if training and torch.is_grad_enabled():
-            plan = self.group.prepare(batch)
+            question.plan = plan = self.group.prepare(batch)
             outs: tuple[torch.Tensor, ...] = _Pooled.apply(self._anchor, weights, self, plan, features)  # type: ignore[no-untyped-call]
             return outs
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
@@ -189,9 +229,9 @@ class TableLookup:
         """Outside training only the per-sample weights get a gradient."""
         rows = self.group.read_rows(batch.tables, batch.ids)[:, : self.group.dim]
         return torch.nn.functional.embedding_bag(
-            batch.inverse.long(),
-            torch.from_numpy(np.ascontiguousarray(rows)),
-            batch.bags.offsets,
+            batch.inverse.long().to(weights.device),
+            torch.from_numpy(np.ascontiguousarray(rows)).to(weights.device),
+            batch.bags.offsets.to(weights.device),
             mode="sum",
             per_sample_weights=weights,
             include_last_offset=True,
@@ -214,8 +254,9 @@ class _Pooled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         lookup, plan = ctx.lookup, ctx.plan
+        tables = sorted({feature.table for feature in lookup.features.values()})
+        lookup._updates.check_open(tables)
         if plan.released:
-            tables = sorted({feature.table for feature in lookup.features.values()})
             raise PlanReleasedError(
                 f"tables {listed(tables)}: a backward pass has already updated and released the rows of this forward; "
                 f"run the forward again, or add the losses and go backward once"
@@ -227,7 +268,8 @@ class _Pooled(torch.autograd.Function):
         weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = lookup.group.weight_gradients(plan, grad).to(ctx.weights_device)
-        lookup._updates.record(lookup, Use(plan, grad, None if all(used) else _positions(plan, used)))
+        if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # the anchor's: rows are to be trained
+            lookup._updates.record(lookup, Use(plan, grad, None if all(used) else _positions(plan, used)))
         return None, weight_grad, None, None, None
 
 
@@ -239,7 +281,7 @@ def _by_feature(out: torch.Tensor, features: int) -> tuple[torch.Tensor, ...]:
     size, dim = out.shape[0] // features, out.shape[1]
     storage = out.untyped_storage()
     return tuple(
-        torch.empty(0, device=out.device).set_(storage, feature * size * dim, (size, dim), (dim, 1))
+        torch.empty(0, dtype=out.dtype, device=out.device).set_(storage, feature * size * dim, (size, dim), (dim, 1))
         for feature in range(features)
     )
 
@@ -247,7 +289,7 @@ def _by_feature(out: torch.Tensor, features: int) -> tuple[torch.Tensor, ...]:
 def _joined(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Gradients of all features under each other; zeros where a feature played no part."""
     shape = next(grad for grad in grads if grad is not None)
-    parts = [torch.zeros_like(shape) if grad is None else grad for grad in grads]
+    parts = [torch.zeros_like(shape) if grad is None else grad.detach() for grad in grads]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from storage.store import StoreStats
 
-COUNTS = ("hits", "misses", "evictions", "write_backs")
+COUNTS = ("rows", "hits", "misses", "evictions", "write_backs")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TierStats:
         peak_bytes: the most that was ever charged.
         hits, misses, evictions, write_backs: rows, since the tier was made; a write-back is a changed row that left for
             the Store.
-        by_table: table name -> the same four counts.
+        by_table: table name -> its rows in the tier, their bytes, and the same four counts.
     """
 
     name: str
@@ -60,7 +60,7 @@ class EngineStats:
 
 
 class RowCounters:
-    """Rows counted by table: one int64 array a kind (``COUNTS``), one element a table."""
+    """Rows counted by table ("rows": in the tier now): one int64 array a kind (``COUNTS``), one element a table."""
 
     def __init__(self) -> None:
         self.numbers: NDArray[np.uint32] = np.empty(0, np.uint32)
@@ -80,10 +80,11 @@ class RowCounters:
         """Rows of this kind over all tables."""
         return int(self.counts[COUNTS.index(kind)].sum())
 
-    def of(self, number: int) -> dict[str, int]:
-        """The four counts of one table."""
+    def of(self, number: int, row_bytes: int) -> dict[str, int]:
+        """The counts of one table."""
         column = self.counts[:, np.flatnonzero(self.numbers == number)[0]]
-        return dict(zip(COUNTS, (int(count) for count in column), strict=True))
+        counts = dict(zip(COUNTS, (int(count) for count in column), strict=True))
+        return {**counts, "bytes": counts["rows"] * row_bytes}
 
 
 @njit(nogil=True, cache=True)

@@ -24,11 +24,15 @@ from tiered_emb.errors import ConfigError, InvalidBatchError
 from tiered_emb.group import TableGroup
 from tiered_emb.init import Initializer, Normal
 from tiered_emb.inputs import (
+    Ends,
     as_ids,
     bag_ends,
     check_ends,
     check_features,
+    check_integers,
+    check_range,
     check_unique,
+    flat_weights,
     listed,
     padding_id,
     refuse_unsupported,
@@ -37,7 +41,7 @@ from tiered_emb.inputs import (
 )
 from tiered_emb.lookup import Feature, TableLookup, UpdateTime
 from tiered_emb.optim import RowRule
-from tiered_emb.plan import JaggedIds
+from tiered_emb.plan import Ids, JaggedIds
 from tiered_emb.tables import ModuleOptions, TieredTables
 
 
@@ -48,7 +52,7 @@ class TieredEmbeddingBagCollection(TieredTables):
         tables: names unique; features unique over all tables.
         tiers: budgets and store; ``TierConfig()`` if None.
         optimizer: the row rule of all tables; ``RowwiseAdagrad(lr=0.01)`` if None.
-        seed: of rows never stored; drawn from torch's generator if None.
+        seed: of rows never stored; None = the one a stored table has, else drawn from torch's generator.
         update: "backward" applies the rule at the end of the backward pass, "step" in ``self.optimizer.step()``.
         device: of the HBM tier and the outputs; "cpu" may stand in for a GPU.
 
@@ -129,6 +133,8 @@ class TieredEmbeddingBagCollection(TieredTables):
 class _OneTable(TieredTables):
     """A module of one table: ``rows`` and ``set_rows`` by id."""
 
+    padding_idx: int | None
+
     def __init__(
         self, table: TableConfig, options: ModuleOptions, first: torch.Tensor | None, *, copies: bool = False
     ) -> None:
@@ -140,7 +146,11 @@ class _OneTable(TieredTables):
         feature = Feature(table.name, table.name, ref.number, table.num_embeddings)
         self._lookup = TableLookup(group, [feature], table.mode, self._updates, copies=copies)
         if first is not None:
-            self._start_from(first)
+            try:
+                self._start_from(first)
+            except BaseException:
+                self.close()
+                raise
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Weights (N, D) of the rows ``ids`` (N,), wherever they are; leaves no trace. Raises IdRangeError."""
@@ -150,14 +160,20 @@ class _OneTable(TieredTables):
         """Replace rows ``ids`` (N,) by ``values`` (N, D) with zero optimizer state; the last of equal ids wins."""
         self._set_rows(self.tables[0], ids, values)
 
+    def _unpadded(self, ids: Ids, ends: Ends, weights: torch.Tensor | None) -> tuple[Ids, Ends, torch.Tensor | None]:
+        """The batch without its padding; ids are checked before, so that an error names the position it came in."""
+        if self.padding_idx is None:
+            return ids, ends, weights
+        check_range(self.name, self.name, self.num_embeddings, ids)
+        return without(self.padding_idx, ids, ends, weights)
+
     def _start_from(self, weight: torch.Tensor) -> None:
         if self.num_embeddings is None or weight.shape != (self.num_embeddings, self.embedding_dim):
-            self.close()
             raise ConfigError(
                 f"_weight has shape {tuple(weight.shape)}; expected ({self.num_embeddings}, {self.embedding_dim}) of a "
                 f"bounded table"
             )
-        self.set_rows(torch.arange(self.num_embeddings), weight)
+        self.set_rows(torch.arange(self.num_embeddings, device="cpu"), weight)
 
     def extra_repr(self) -> str:
         """As ``nn.Embedding`` prints itself."""
@@ -205,11 +221,12 @@ class TieredEmbeddingBag(_OneTable):
     ) -> None:
         refuse_unsupported(max_norm, scale_grad_by_freq, dtype)
         table = TableConfig(name, num_embeddings, embedding_dim, [name], mode, Normal() if init is None else init)
+        padding = padding_id(padding_idx, table.num_embeddings)
         super().__init__(table, ModuleOptions(tiers, optimizer, seed, update, device), _weight)
         self.mode = mode
         self.sparse = sparse
         self.include_last_offset = include_last_offset
-        self.padding_idx = padding_id(padding_idx, num_embeddings)
+        self.padding_idx = padding
 
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
@@ -224,15 +241,9 @@ class TieredEmbeddingBag(_OneTable):
         self._check_open()
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidBatchError(f"per_sample_weights go with mode 'sum', not {self.mode!r}")
-        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
-            raise InvalidBatchError(
-                f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, the ids {tuple(input.shape)}"
-            )
         ends = bag_ends(input, offsets, self.include_last_offset)
-        ids = as_ids(input.reshape(-1))
-        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        if self.padding_idx is not None:
-            ids, ends, weights = without(self.padding_idx, ids, ends, weights)
+        weights = flat_weights(per_sample_weights, input)
+        ids, ends, weights = self._unpadded(as_ids(input.reshape(-1)), ends, weights)
         return self._to_device(self._answers([self._lookup.ask([self.name], ids, ends, weights)])[0][0])
 
 
@@ -264,15 +275,14 @@ class TieredEmbedding(_OneTable):
         if _freeze:
             raise ConfigError("_freeze is not offered; use eval() or no_grad() to look rows up without training them")
         table = TableConfig(name, num_embeddings, embedding_dim, [name], "sum", Normal() if init is None else init)
+        padding = padding_id(padding_idx, table.num_embeddings)
         super().__init__(table, ModuleOptions(tiers, optimizer, seed, update, device), _weight, copies=True)
-        self.padding_idx = padding_id(padding_idx, num_embeddings)
+        self.padding_idx = padding
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows (*, D) of ids (*); zeros, without a gradient, where the id is ``padding_idx``."""
         self._check_open()
-        ids = as_ids(input.reshape(-1))
-        ends = np.arange(len(ids) + 1, dtype=np.int64)
-        if self.padding_idx is not None:
-            ids, ends, _ = without(self.padding_idx, ids, ends, None)
+        check_integers(input)
+        ids, ends, _ = self._unpadded(as_ids(input.reshape(-1)), np.arange(input.numel() + 1, dtype=np.int64), None)
         ((out,),) = self._answers([self._lookup.ask([self.name], ids, ends, None)])
         return self._to_device(out.view(*input.shape, self.embedding_dim))

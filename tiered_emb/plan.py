@@ -51,7 +51,7 @@ class JaggedIds:
         if len({len(part) for part in parts}) != 1 or len(parts[0]) not in (2, 3):
             raise InvalidBatchError("every feature needs (ids, lengths), or every feature (ids, lengths, weights)")
         lengths = _lengths(features)
-        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         weights = torch.cat([part[2] for part in parts]) if len(parts[0]) == 3 else None
         return cls(tuple(features), torch.cat([part[0].to(torch.int64) for part in parts]), offsets, weights)
@@ -64,6 +64,8 @@ class JaggedIds:
 
 def _lengths(features: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
     """All lengths feature by feature; each feature's checked against its ids and the first feature's batch size."""
+    for name, part in features.items():
+        _check_part(name, part)
     first, batch_size = next(iter(features)), len(next(iter(features.values()))[1])
     for name, part in features.items():
         ids, lengths = part[0], part[1]
@@ -78,6 +80,22 @@ def _lengths(features: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([part[1].to(torch.int64) for part in features.values()])
 
 
+def _check_part(name: str, part: Sequence[torch.Tensor]) -> None:
+    """Raise InvalidBatchError unless a feature is flat tensors, integers but for the weights, which are as many as the
+    ids."""
+    for what, values in zip(("ids", "lengths", "weights"), part, strict=False):
+        whole = what != "weights"
+        if not isinstance(values, torch.Tensor) or (whole and values.dtype not in (torch.int64, torch.int32)):
+            seen = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+            raise InvalidBatchError(
+                f"feature {name!r}: {what} are {seen}; expected {'an int64 or int32' if whole else 'a float32'} tensor"
+            )
+        if values.ndim != 1:
+            raise InvalidBatchError(f"feature {name!r}: {what} have shape {tuple(values.shape)}, not one dimension")
+    if len(part) == 3 and len(part[2]) != len(part[0]):
+        raise InvalidBatchError(f"feature {name!r} has {len(part[0])} ids and {len(part[2])} weights")
+
+
 @dataclass(slots=True, eq=False)
 class Bags:
     """How the N ids of a forward fall into B bags.
@@ -87,8 +105,7 @@ class Bags:
         weights: (N,) float32 per-sample weights, or None.
         mode: how a bag's rows become one.
         copied: every bag holds one id and gets a copy of its row, as ``nn.Embedding`` gives it. (A pooled sum starts
-        from
-            0.0, as torch's does, which turns -0.0 into 0.0.)
+            from 0.0, as torch's does, which turns -0.0 into 0.0.)
     """
 
     offsets: torch.Tensor

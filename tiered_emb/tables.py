@@ -5,28 +5,32 @@ Shapes: N ids, D dimension, K state width.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import numpy as np
 import torch
 from torch import nn
 
+from storage.errors import StoreClosedError
 from storage.store import TableRef
-from tiered_emb.config import TableConfig, TierConfig
+from tiered_emb.config import TableConfig, TierConfig, as_int
 from tiered_emb.engine import Engine
-from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError
+from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError
 from tiered_emb.group import TableGroup
-from tiered_emb.inputs import checked_ids, listed
-from tiered_emb.lookup import Question, Updates, UpdateTime
+from tiered_emb.inputs import checked_ids, kind_of, listed
+from tiered_emb.interrupts import Uninterrupted
+from tiered_emb.lookup import Question, Updates, UpdateTime, forget_failed_passes
 from tiered_emb.metrics import EngineStats
 from tiered_emb.optim import RowRule, RowwiseAdagrad
 from tiered_emb.optim.facade import RowOptimizer
 from tiered_emb.plan import Bags, IdBatch, Ids, Rows
 
-_CHUNK_IDS = 1 << 14  # rows read or written at once by rows() and set_rows()
+_CHUNK_BYTES = 1 << 22  # of rows read or written at once by rows() and set_rows()
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class ModuleOptions:
     Attributes:
         tiers: budgets and store; ``TierConfig()`` if None.
         optimizer: the row rule of all tables; ``RowwiseAdagrad(lr=0.01)`` if None.
-        seed: of rows never stored; drawn from torch's generator if None.
+        seed: of rows never stored; None = the one a stored table has, else drawn from torch's generator.
         update: "backward" applies the rule at the end of the backward pass, "step" in ``optimizer.step()``.
         device: of the HBM tier and the outputs; "cpu" may stand in for a GPU.
     """
@@ -57,22 +61,24 @@ class TieredTables(nn.Module):
 
     def __init__(self, tables: Sequence[TableConfig], options: ModuleOptions) -> None:
         super().__init__()
-        if options.update not in ("backward", "step"):
-            raise ConfigError(f"update is {options.update!r}; expected 'backward' or 'step'")
+        _check_options(options)
         self.tables = tuple(tables)
         self.device = None if options.device is None else torch.device(options.device)
         self._rule = RowwiseAdagrad(lr=0.01) if options.optimizer is None else options.optimizer
         self._optimizer: RowOptimizer | None = None
         self._closed = False
-        self._engine = Engine.open(TierConfig() if options.tiers is None else options.tiers, self.device)
-        try:
-            opened = self._engine.add_tables(self.tables, self._rule, _seed(options.seed))
-        except BaseException:
-            self._engine.leave([])
-            raise
+        with Uninterrupted():
+            self._engine = Engine.open(TierConfig() if options.tiers is None else options.tiers, self.device)
+            try:
+                opened = self._engine.add_tables(self.tables, self._rule, _checked_seed(options.seed))
+            except BaseException:
+                self._engine.leave([])
+                raise
         self._opened = dict(zip((table.name for table in self.tables), opened, strict=True))
-        steps = max(self._engine.steps.get(table.name, 0) for table in self.tables)
-        self._updates = Updates(options.update, self._current_rule, steps, self._count_steps)
+        names = [table.name for table in self.tables]
+        self._updates = Updates(options.update, self._current_rule, self._engine.steps(names), self._count_steps)
+        self._dropped = weakref.finalize(self, self._engine.abandon, names)
+        self._dropped.atexit = False
 
     @property
     def optimizer(self) -> RowOptimizer:
@@ -94,17 +100,35 @@ class TieredTables(nn.Module):
         """Flush and let go of the tiers and the store; a second close does nothing.
 
         If the store cannot take the rows its error is raised and the module is still open, so that it can be tried
-        again.
+        again; not so StoreClosedError, after which the module is closed and the rows the store had not taken are lost.
         """
-        if not self._closed:
-            self._updates.discard()
-            self._engine.leave([table.name for table in self.tables])
-            self._closed = True
+        if self._closed:
+            return
+        self._updates.discard()
+        with Uninterrupted():
+            try:
+                self._engine.leave([table.name for table in self.tables])
+            except StoreClosedError:  # for good: there is nothing to try again
+                self._end()
+                raise
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._dropped.detach()
+        self._updates.close()
 
     def stats(self) -> EngineStats:
         """Capacity, rows, bytes, hits, misses, evictions and write-backs of each tier, and the store's counts."""
         self._check_open()
         return self._engine.stats()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled."""
+        raise TypeError(
+            f"the module of {listed([table.name for table in self.tables])} cannot be copied or pickled: its rows lie "
+            f"in tiers and a store, not in it; flush() it, and make one with the same arguments where it is needed"
+        )
 
     def scan(self) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) with optimizer state, block by block, of all rows ever updated.
@@ -120,22 +144,49 @@ class TieredTables(nn.Module):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._abandon()
+        else:
+            self.close()
+
+    def _abandon(self) -> None:
+        """Let go without a flush: an interrupt may have come in the middle of a step, which is no complete state."""
+        if not self._closed:
+            self._updates.discard()
+            self._engine.abandon([table.name for table in self.tables])
+            self._end()
 
     def _answers(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
-        """The outputs of one forward's look-ups; room is made for all of them before the first one pins its rows."""
-        if len(questions) > 1 and self.training and torch.is_grad_enabled():
-            self._engine.expect([(question.lookup.group, question.batch) for question in questions])
-        return [question.lookup.answer(question, self.training) for question in questions]
+        """The outputs of one forward's look-ups; before they are refused for want of room, what failed passes still
+        hold is let go."""
+        self._updates.drop_failed()
+        try:
+            return self._answered(questions)
+        except TierCapacityError:
+            forget_failed_passes()
+        return self._answered(questions)
+
+    def _answered(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
+        """Room is made for all look-ups before the first one pins its rows."""
+        several = len(questions) > 1 and self.training and torch.is_grad_enabled()
+        batches = [(question.lookup.group, question.batch) for question in questions]
+        with Uninterrupted(), self._engine.room_for(batches) if several else nullcontext():
+            try:
+                return [question.lookup.answer(question, self.training) for question in questions]
+            except BaseException:
+                for question in questions:
+                    question.withdraw()
+                raise
 
     def _rows(self, table: TableConfig, ids: torch.Tensor) -> torch.Tensor:
         self._check_open()
         group, ref = self._opened[table.name]
         wanted = checked_ids(table, ids)
         numbers = np.full(len(wanted), ref.number, np.uint32)
-        out = torch.empty((len(wanted), table.embedding_dim))
-        for first in range(0, len(wanted), _CHUNK_IDS):
-            part = slice(first, first + _CHUNK_IDS)
+        out = torch.empty((len(wanted), table.embedding_dim), dtype=torch.float32, device="cpu")
+        chunk = _chunk_rows(group)
+        for first in range(0, len(wanted), chunk):
+            part = slice(first, first + chunk)
             out[part] = torch.from_numpy(group.read_rows(numbers[part], wanted[part])[:, : table.embedding_dim])
         return out
 
@@ -143,13 +194,15 @@ class TieredTables(nn.Module):
         self._check_open()
         group, ref = self._opened[table.name]
         wanted = checked_ids(table, ids)
+        if not isinstance(values, torch.Tensor) or values.is_complex():
+            raise InvalidBatchError(f"table {table.name!r}: values are {kind_of(values)}; expected a real tensor")
         if values.shape != (len(wanted), table.embedding_dim):
             raise InvalidBatchError(
                 f"table {table.name!r}: values have shape {tuple(values.shape)}; expected "
                 f"({len(wanted)}, {table.embedding_dim}), a row for each id"
             )
         weights = values.detach().to("cpu", torch.float32).numpy()
-        chunk = max(1, min(_CHUNK_IDS, group.top.capacity_rows // 4))
+        chunk = max(1, min(_chunk_rows(group), group.top.capacity_rows // 4))
         for first in range(0, len(wanted), chunk):
             _overwrite(group, ref, wanted[first : first + chunk], weights[first : first + chunk])
 
@@ -157,8 +210,7 @@ class TieredTables(nn.Module):
         return self._rule if self._optimizer is None else self._optimizer.rule
 
     def _count_steps(self, steps: int) -> None:
-        for table in self.tables:
-            self._engine.steps[table.name] = steps
+        self._engine.count_steps([table.name for table in self.tables], steps)
 
     def _to_device(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.device is None else out.to(self.device)
@@ -170,17 +222,33 @@ class TieredTables(nn.Module):
             )
 
 
+def _check_options(options: ModuleOptions) -> None:
+    """Raise ConfigError for an option that is not of its kind."""
+    if options.update not in ("backward", "step"):
+        raise ConfigError(f"update is {options.update!r}; expected 'backward' or 'step'")
+    if not isinstance(options.tiers, TierConfig | None):
+        raise ConfigError(f"tiers is {options.tiers!r}; expected a TierConfig, such as TierConfig(ddr_bytes='256MiB')")
+    rule = options.optimizer
+    if rule is not None and (isinstance(rule, type) or not hasattr(rule, "state_columns")):
+        raise ConfigError(f"optimizer is {rule!r}; expected a row rule, such as RowwiseAdagrad(lr=0.01)")
+
+
+def _chunk_rows(group: TableGroup) -> int:
+    return max(1, _CHUNK_BYTES // group.schema.row_bytes)
+
+
 def _nothing() -> None:
     """``step`` of an optimizer whose rule ran in the backward pass."""
 
 
-def _seed(seed: int | None) -> int:
-    """A seed of 64 bits; None draws one from torch's generator, as torch's own initialisation does."""
+def _checked_seed(seed: int | None) -> int | None:
+    """A seed of 64 bits, or None."""
     if seed is None:
-        return int(torch.randint(1 << 62, ()))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        return None
+    number = as_int(seed)
+    if number is None or not 0 <= number < 1 << 64:
         raise ConfigError(f"seed is {seed!r}; expected an integer from 0 to 2^64 - 1")
-    return seed
+    return number
 
 
 def _overwrite(group: TableGroup, ref: TableRef, ids: Ids, weights: Rows) -> None:
@@ -190,8 +258,9 @@ def _overwrite(group: TableGroup, ref: TableRef, ids: Ids, weights: Rows) -> Non
     batch: IdBatch = group.dedupe(ids, ends[[0, -1]], np.array([ref.number], np.uint32), bags)
     rows = np.zeros((len(batch.ids), group.row_width), np.float32)
     rows[batch.inverse.numpy(), : group.dim] = weights
-    plan = group.prepare(batch)
-    try:
-        group.overwrite(plan, rows)
-    finally:
-        group.release(plan)
+    with Uninterrupted():
+        plan = group.prepare(batch)
+        try:
+            group.overwrite(plan, rows)
+        finally:
+            group.release(plan)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from storage.memory import zeros
 from tiered_emb import kernels
 from tiered_emb.cache import Directory
 from tiered_emb.metrics import RowCounters
@@ -36,8 +37,8 @@ class Slab:
             self._weight_map, self.weight = _reserve(max_rows, dim)
             self._state_map, self.state = _reserve(max_rows, state_width)
         else:
-            self.weight = torch.empty((max_rows, dim), device=device)
-            self.state = torch.empty((max_rows, state_width), device=device)
+            self.weight = torch.empty((max_rows, dim), dtype=torch.float32, device=device)
+            self.state = torch.empty((max_rows, state_width), dtype=torch.float32, device=device)
 
     def discard_from(self, slot: int) -> None:
         """Give the memory of slots ``slot`` and above back to the system (host slabs only)."""
@@ -49,7 +50,7 @@ class Slab:
 def _reserve(rows: int, width: int) -> tuple[mmap.mmap | None, torch.Tensor]:
     """(rows, width) float32 in private anonymous memory, in huge pages where the system grants them."""
     if rows * width == 0:
-        return None, torch.empty((rows, width))
+        return None, torch.from_numpy(np.empty((rows, width), np.float32))
     memory = mmap.mmap(-1, rows * width * FLOAT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and len(memory) >= 1 << 26:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -78,7 +79,7 @@ class Tier:
         self.directory = directory
         self.slab = slab
         self.kernels = kernels.for_device(slab.device)
-        self.dirty: NDArray[np.bool_] = np.zeros(slab.weight.shape[0], np.bool_)
+        self.dirty: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
         self.counters = RowCounters()
 
     @property
@@ -89,7 +90,7 @@ class Tier:
     @property
     def directory_bytes(self) -> int:
         """Most host memory of the bookkeeping, its victims' arrays left out."""
-        return Directory.bytes_for(self.capacity_rows, self.directory.policy_name) + self.capacity_rows
+        return directory_bytes(self.capacity_rows, self.directory.policy_name)
 
     @property
     def slab_bytes(self) -> int:
@@ -105,7 +106,7 @@ class Tier:
         """Copy the rows of ``slots`` (N,) to ``out`` (N, D + K)."""
         slab, host = self.slab, torch.from_numpy(out)
         if len(slots):
-            rows = host if slab.device.type == "cpu" else torch.empty(host.shape, device=slab.device)
+            rows = host if slab.device.type == "cpu" else torch.empty_like(host, device=slab.device)
             self.kernels.read_rows(slab.weight, slab.state, self.on_device(slots), rows)
             if rows is not host:
                 host.copy_(rows)
@@ -125,8 +126,16 @@ class Tier:
         gone = admission.victim_slots.copy()  # the Directory's own arrays last until its next admission
         victims = Victims.past(gone, admission.victim_tables.copy(), admission.victim_ids.copy(), self.dirty[gone])
         self.counters.add("evictions", victims.tables)
+        self.counters.add("rows", tables)
+        self.counters.add("rows", victims.tables, -1)
         self.dirty[slots] = False
         return victims
+
+    def remove(self, slots: Slots) -> None:
+        """Free unpinned slots (N,), whose rows go elsewhere or are forgotten."""
+        self.counters.add("rows", self.directory.slot_tables[slots], -1)
+        self.directory.remove(slots)
+        self.dirty[slots] = False
 
     def shrink(self, capacity_rows: int) -> Victims:
         """Drop to ``capacity_rows``; the rows that had to leave, still in the slab until :meth:`discard`.
@@ -135,13 +144,20 @@ class Tier:
         """
         gone = self.directory.resize(capacity_rows)
         self.counters.add("evictions", gone.tables)
-        victims = Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
-        self.dirty[capacity_rows:] = False
+        self.counters.add("rows", gone.tables, -1)
+        dirty, victims = self.dirty, Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
+        self.dirty = zeros(capacity_rows, np.bool_)
+        self.dirty[:] = dirty[:capacity_rows]
         return victims
 
     def discard(self) -> None:
         """Give back the memory above the capacity."""
         self.slab.discard_from(self.capacity_rows)
+
+
+def directory_bytes(capacity_rows: int, policy: str) -> int:
+    """Most host memory of a tier's bookkeeping: its Directory, victims' arrays left out, and the dirty bits."""
+    return Directory.bytes_for(capacity_rows, policy) + capacity_rows
 
 
 def row_bytes(slab: Slab) -> int:

@@ -20,7 +20,10 @@ RULES: list[RowRule] = [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1), Adam(0.1)]
 
 
 def jagged(features: dict[str, tuple[list[int], list[int]]], weights: list[float] | None = None) -> JaggedIds:
-    batch = JaggedIds.from_dict({name: (torch.tensor(i), torch.tensor(n)) for name, (i, n) in features.items()})
+    def whole(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    batch = JaggedIds.from_dict({name: (whole(ids), whole(lengths)) for name, (ids, lengths) in features.items()})
     if weights is None:
         return batch
     return JaggedIds(batch.features, batch.ids, batch.offsets, torch.tensor(weights))

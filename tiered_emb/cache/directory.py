@@ -35,12 +35,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.memory import zeros
 from tiered_emb.cache import probing
 from tiered_emb.cache.policy import POLICIES
 
 _SLOT_BYTES = 8 + 4 + 2  # id, table, pins
 _LEDGER_BYTES = 32
-_MAX_CAPACITY_ROWS = 2**31 - 2  # int32 slots, and node numbers one above them
+MAX_CAPACITY_ROWS = 2**31 - 2  # int32 slots, and node numbers one above them
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -84,10 +85,10 @@ class Directory:
         self.capacity_rows = capacity_rows
         self.policy_name = policy
         self._policy = POLICIES[policy](capacity_rows)
-        self._pins = np.zeros(capacity_rows, np.uint16)
-        self.slot_tables = np.zeros(capacity_rows, np.uint32)
-        self.slot_ids = np.zeros(capacity_rows, np.int64)
-        self._buckets = np.zeros(_bucket_count(capacity_rows), np.uint64)
+        self._pins = zeros(capacity_rows, np.uint16)
+        self.slot_tables = zeros(capacity_rows, np.uint32)
+        self.slot_ids = zeros(capacity_rows, np.int64)
+        self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
         self._ledger = np.array([0, 0, probing.NO_SLOT, 0], np.int64)
         self._victims = _victim_buffers(0)
 
@@ -127,6 +128,11 @@ class Directory:
         """Take one pin off each slot (N,)."""
         done = probing.unpin_slots(self._pins, self._ledger, slots)
         assert done == len(slots), f"slot {slots[done]} is unpinned without a pin"
+
+    def unpinned(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Those of the slots (N,) that have no pin."""
+        free: NDArray[np.int32] = slots[self._pins[slots] == 0]
+        return free
 
     def admit(
         self,
@@ -184,8 +190,8 @@ class Directory:
 
     def occupied(self) -> NDArray[np.int32]:
         """Slots that hold a row, ascending. Allocates and looks at every slot: not for every batch."""
-        slots = np.empty(self.rows, np.int32)
-        probing.list_occupied(self._buckets, np.zeros(self.capacity_rows, np.bool_), slots)
+        slots = zeros(self.rows, np.int32)
+        probing.list_occupied(self._buckets, zeros(self.capacity_rows, np.bool_), slots)
         return slots
 
     def clear(self) -> None:
@@ -212,7 +218,7 @@ class Directory:
     @staticmethod
     def capacity_for(budget_bytes: int, row_bytes: int, policy: str = "lru") -> int:
         """Most slots, 0 included, whose rows of `row_bytes` each and whose Directory fit in `budget_bytes` together."""
-        fits, too_many = 0, min(budget_bytes // (row_bytes + _SLOT_BYTES), _MAX_CAPACITY_ROWS) + 1
+        fits, too_many = 0, min(budget_bytes // (row_bytes + _SLOT_BYTES), MAX_CAPACITY_ROWS) + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             if middle * row_bytes + Directory.bytes_for(middle, policy) <= budget_bytes:
@@ -247,15 +253,15 @@ class Directory:
         self._pins = _resized(self._pins, capacity_rows)
         self.slot_tables = _resized(self.slot_tables, capacity_rows)
         self.slot_ids = _resized(self.slot_ids, capacity_rows)
-        self._buckets = np.zeros(_bucket_count(capacity_rows), np.uint64)
+        self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
         self.capacity_rows = capacity_rows
         probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, kept)
 
 
 def _check_capacity(capacity_rows: int) -> None:
-    if not 1 <= capacity_rows <= _MAX_CAPACITY_ROWS:
+    if not 1 <= capacity_rows <= MAX_CAPACITY_ROWS:
         raise ValueError(
-            f"a Directory holds 1 to {_MAX_CAPACITY_ROWS} rows, not {capacity_rows}: a tier of 0 rows has none"
+            f"a Directory holds 1 to {MAX_CAPACITY_ROWS} rows, not {capacity_rows}: a tier of 0 rows has none"
         )
 
 
@@ -270,7 +276,7 @@ def _victim_buffers(rows: int) -> Evicted:
 
 def _resized(array: NDArray[_Scalar], size: int) -> NDArray[_Scalar]:
     """A copy with `size` elements: cut, or extended by zeros."""
-    result = np.zeros(size, array.dtype)
+    result: NDArray[_Scalar] = zeros(size, array.dtype)
     kept = min(size, len(array))
     result[:kept] = array[:kept]
     return result

@@ -21,6 +21,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from storage.memory import zeros
 from tiered_emb.cache.prefetch import prefetch_item
 
 _AHEAD = 12
@@ -36,7 +37,7 @@ class Lfu:
     bytes_per_slot = 12
 
     def __init__(self, capacity_rows: int) -> None:
-        self._nodes = np.zeros(3 * (capacity_rows + 1), np.int32)
+        self._nodes = zeros(3 * (capacity_rows + 1), np.int32)
         self._classes = np.zeros(0, np.int32)
         self._class_counts = np.zeros(0, np.int64)
         self._unused = np.zeros(1, np.int32)
@@ -78,7 +79,7 @@ class Lfu:
 
     def resize(self, capacity_rows: int) -> None:
         """Change the number of slots; slots at and above it must have been removed."""
-        nodes = np.zeros(3 * (capacity_rows + 1), np.int32)
+        nodes = zeros(3 * (capacity_rows + 1), np.int32)
         kept = min(len(nodes), len(self._nodes))
         nodes[:kept] = self._nodes[:kept]
         self._nodes = nodes

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from storage.memory import zeros
 from tiered_emb.cache.prefetch import prefetch_item
 
 _AHEAD = 12
@@ -25,7 +26,7 @@ class Lru:
     bytes_per_slot = 8
 
     def __init__(self, capacity_rows: int) -> None:
-        self._links = np.zeros(2 * (capacity_rows + 1), np.int32)
+        self._links = zeros(2 * (capacity_rows + 1), np.int32)
 
     @staticmethod
     def reserve_bytes(capacity_rows: int) -> int:
@@ -55,7 +56,7 @@ class Lru:
 
     def resize(self, capacity_rows: int) -> None:
         """Change the number of slots; slots at and above it must have been removed."""
-        links = np.zeros(2 * (capacity_rows + 1), np.int32)
+        links = zeros(2 * (capacity_rows + 1), np.int32)
         kept = min(len(links), len(self._links))
         links[:kept] = self._links[:kept]
         self._links = links

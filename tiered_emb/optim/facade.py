@@ -28,7 +28,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._row_rule = rule
         self._apply = apply
         self._discard = discard
-        super().__init__([torch.zeros(0, requires_grad=True)], {"lr": rule.lr})
+        super().__init__([torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)], {"lr": rule.lr})
 
     @property
     def rule(self) -> RowRule:

@@ -1,0 +1,30 @@
+"""Arrays whose memory goes back to the system when they are dropped.
+
+A process that keeps to a budget must be able to give memory back. The C library's allocator keeps what was freed, in
+pieces that fit nothing: an index that grew to 4 MB held another 1 MB that way, a directory lowered ten times four times
+its size. So arrays that are replaced by larger or smaller ones get pages of their own once they are large.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+OWN_PAGES_BYTES = 1 << 14  # from this size on: what rounding up to whole pages adds is at most a quarter
+
+
+def zeros(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """``size`` zeros; untouched ones cost no memory."""
+    wanted = size * np.dtype(dtype).itemsize
+    if wanted < OWN_PAGES_BYTES:
+        return np.zeros(size, dtype)
+    return np.frombuffer(mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype, size)
+
+
+def held_bytes(size: int, itemsize: int) -> int:
+    """Memory that :func:`zeros` takes, once all of it was touched."""
+    wanted = size * itemsize
+    return wanted if wanted < OWN_PAGES_BYTES else -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
