@@ -36,6 +36,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from storage.errors import StoreConfigError
+from storage.memory import OWN_PAGES_BYTES, held_bytes, zeros
 from storage.row_log.hashing import mix
 from storage.row_log.places import stored_id, stored_table
 from storage.row_log.raw import load64, prefetch, store64
@@ -43,7 +44,6 @@ from storage.row_log.raw import load64, prefetch, store64
 ADDRESS, CAPACITY, USED, LIMIT = range(4)
 MAX_SHARDS = 1 << 14
 _FIRST_CAPACITY = 16
-_OWN_PAGES = 2048  # entries
 _ARRAY_OVERHEAD = 128  # a numpy array's object and its allocation
 
 _TAG_SHIFT, TAG_BITS, _TAG_MASK = np.uint64(16), np.uint64(24), np.uint64((1 << 24) - 1)
@@ -218,7 +218,7 @@ class IdIndex:
     def grow(self, shard: int) -> None:
         """Make room in one shard."""
         self._level[shard] += 1
-        entries = _zeros(_capacity(float(self._level[shard])))
+        entries = zeros(_capacity(float(self._level[shard])), np.uint64)
         old = self._entries[shard]
         if old is not None:
             _move_entries(old, entries)
@@ -233,7 +233,7 @@ class IdIndex:
         grown = _capacity(float(self._level[shard]) + 1)
         self._array_bytes[shard] = _array_bytes(int(self.table[shard, CAPACITY]))
         self._grown_bytes[shard] = _array_bytes(grown)
-        own_pages = mmap.PAGESIZE if grown >= _OWN_PAGES else 0
+        own_pages = mmap.PAGESIZE if 8 * grown >= OWN_PAGES_BYTES else 0
         self._jump_bytes[shard] = self._grown_bytes[shard] - self._array_bytes[shard] + own_pages
 
     def find(
@@ -267,20 +267,7 @@ class IdIndex:
 
 def _array_bytes(capacity: int) -> int:
     """Host memory of an array of so many entries."""
-    if capacity >= _OWN_PAGES:
-        return -(-8 * capacity // mmap.PAGESIZE) * mmap.PAGESIZE + _ARRAY_OVERHEAD
-    return 8 * capacity + (_ARRAY_OVERHEAD if capacity else 0)
-
-
-def _zeros(capacity: int) -> NDArray[np.uint64]:
-    """Entries; large arrays in pages of their own, which go back to the system when a shard has outgrown them.
-
-    The allocator would keep them: an index that grew to 4 MB held another 1 MB in pieces too small for the next array.
-    """
-    if capacity < _OWN_PAGES:
-        return np.zeros(capacity, np.uint64)
-    pages = mmap.mmap(-1, 8 * capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(pages, np.uint64)
+    return held_bytes(capacity, 8) + (_ARRAY_OVERHEAD if capacity else 0)
 
 
 def _capacity(level: float) -> int:

@@ -186,6 +186,12 @@ class LmdbStore:
                 raise
             self._release()
 
+    def abandon(self) -> None:
+        """Let go of everything without a flush: the store opens again as after the death of this process."""
+        with self._lock:
+            if not self._closed:
+                self._release()
+
     def _release(self) -> None:
         """Let go of everything without a flush."""
         self._closed = True
