@@ -14,16 +14,15 @@ One thread at a time, the one that plans.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from storage.errors import StorageError, StoreClosedError
+from storage.errors import StoreClosedError
 from storage.heap_store import HeapStore
 from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.schema import Column, RowSchema, table_number
@@ -40,6 +39,7 @@ from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
+from tiered_emb.progress import Progress, note_of, progress_of
 from tiered_emb.tier import Slab, Tier, directory_bytes
 from tiered_emb.workers import WorkerPool
 
@@ -47,14 +47,6 @@ _LEAST_BUFFER_BYTES = 1 << 15  # a Store's write buffer is a sixteenth of the ho
 _MOST_BUFFER_BYTES = 1 << 24
 _LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored
 _ENGINES: dict[str | int, Engine] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What outlives a module beside its rows: its optimizer steps, and the seed of rows that were never stored."""
-
-    steps: int
-    seed: int
 
 
 class Engine:
@@ -76,7 +68,7 @@ class Engine:
         self.groups: dict[RowSchema, TableGroup] = {}
         self.tables: dict[str, TableRef] = {}
         try:
-            self.progress: dict[int, Progress] = _progress_of(self.store.note)
+            self.progress: dict[int, Progress] = progress_of(self.store.note)
         except BaseException:
             if self._owned:
                 self.store.close()
@@ -259,7 +251,7 @@ class Engine:
         for group in self.groups.values():
             group.write_back()
         with Uninterrupted():
-            self.store.flush(_note_of(self.progress))
+            self.store.flush(note_of(self.progress))
 
     def scan(self, names: Sequence[str]) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) of the Store's rows of these tables, in blocks."""
@@ -390,25 +382,3 @@ def _open_store(config: TierConfig) -> tuple[Store, bool]:
     segment = max(_LEAST_BUFFER_BYTES // 2, min(1 << 20, buffer // 8))  # every group fills some of its own
     sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer)
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True
-
-
-def _note_of(progress: dict[int, Progress]) -> bytes:
-    """A Store's note: ``{"tables": [[steps, seed, [table numbers]], ...]}``, tables of equal progress together."""
-    together: dict[Progress, list[int]] = {}
-    for number, one in sorted(progress.items()):
-        together.setdefault(one, []).append(number)
-    tables = [[one.steps, one.seed, numbers] for one, numbers in together.items()]
-    return json.dumps({"tables": tables}, separators=(",", ":")).encode()
-
-
-def _progress_of(note: bytes) -> dict[int, Progress]:
-    """The reverse of :func:`_note_of`. Raises StorageError for a note that is not ours."""
-    if not note:
-        return {}
-    try:
-        tables = json.loads(note)["tables"]
-        return {int(number): Progress(int(steps), int(seed)) for steps, seed, numbers in tables for number in numbers}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(
-            f"the store keeps a note that is not of tiered tables: {note[:80]!r}; give modules a store of their own"
-        ) from error

@@ -45,6 +45,7 @@ from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers, Victims
+from tiered_emb.reading import pool_rows, read_rows
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
@@ -125,8 +126,6 @@ class TableGroup:
             elif known != table:
                 self._drop_clean(tier, table.number)
 
-    # ------------------------------------------------------------------------------------------- the road of a batch
-
     def dedupe(self, ids: Ids, segments: NDArray[np.int64], tables: TableNumbers, bags: Bags) -> IdBatch:
         """The unique ids of a forward. Segment f, ``ids[segments[f]:segments[f + 1]]``, belongs to ``tables[f]``."""
         unique = batch_kernels.UniqueIds.empty(len(ids))
@@ -175,7 +174,9 @@ class TableGroup:
 
     def lookup(self, plan: Plan) -> torch.Tensor:
         """The pooled rows (B, D) of a committed plan, on the top tier's device."""
-        return self._pool(self.top.slab.weight, plan.slots, plan.batch, plan)
+        pooled = pool_rows(self.top, self.top.slab.weight, plan.slots, plan.batch, self._workers)
+        plan.arg = pooled.winners
+        return pooled.out
 
     def update(self, uses: Sequence[Use], rule: RowRule, step: int) -> None:
         """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
@@ -215,8 +216,6 @@ class TableGroup:
         slots = tier.directory.unpinned(tier.directory.occupied())
         tier.remove(slots[(tier.directory.slot_tables[slots] == table) & ~tier.dirty[slots]])
 
-    # ----------------------------------------------------------------------------------------- beside the road
-
     def weight_gradients(self, plan: Plan, grad: torch.Tensor) -> torch.Tensor:
         """Gradient (N,) of the per-sample weights, from the rows as they were in the forward pass."""
         return weight_gradients(self.top, plan, grad, self._scratch, self._workers)
@@ -243,28 +242,14 @@ class TableGroup:
         """The pooled rows (B, D) without a trace: nothing admitted, no policy, counter or pin changed."""
         slots = np.empty(len(batch.ids), np.int32)
         if self.top.directory.find(batch.tables, batch.ids, slots) == len(slots):
-            return self._pool(self.top.slab.weight, slots, batch, None)
+            return pool_rows(self.top, self.top.slab.weight, slots, batch, self._workers).out
         rows = self.read_rows(batch.tables, batch.ids)
         weight = torch.from_numpy(np.ascontiguousarray(rows[:, : self.dim])).to(self.top.slab.device)
-        return self._pool(weight, np.arange(len(rows), dtype=np.int32), batch, None)
+        return pool_rows(self.top, weight, np.arange(len(rows), dtype=np.int32), batch, self._workers).out
 
     def read_rows(self, tables: TableNumbers, ids: Ids) -> Rows:
         """Whole rows (N, D + K) by table and id, wherever they are; leaves no trace."""
-        rows = np.empty((len(ids), self.row_width), np.float32)
-        rest = np.arange(len(ids))
-        for tier in self.tiers:
-            slots = np.empty(len(rest), np.int32)
-            if tier.directory.find(tables[rest], ids[rest], slots):
-                here = slots >= 0
-                found = np.empty((int(here.sum()), self.row_width), np.float32)
-                tier.read(slots[here], found)
-                rows[rest[here]] = found
-                rest = rest[~here]
-        if len(rest):
-            outside = np.empty((len(rest), self.row_width), np.float32)
-            self.cold.read(tables[rest], ids[rest], outside)
-            rows[rest] = outside
-        return rows
+        return read_rows(self.tiers, self.cold, tables, ids, self.row_width)
 
     def overwrite(self, plan: Plan, rows: Rows) -> None:
         """Replace the U rows (U, D + K) of a committed plan."""
@@ -302,8 +287,6 @@ class TableGroup:
         if error is not None:
             raise error
 
-    # --------------------------------------------------------------------------------------------------- planning
-
     def _find(self, batch: IdBatch) -> tuple[Slots, Slots]:
         """Slots (U,) in the top tier, -1 = absent, and the absent ones' positions, once there is room for the batch."""
         slots = np.empty(len(batch.ids), np.int32)
@@ -316,10 +299,11 @@ class TableGroup:
 
     def _admit(self, batch: IdBatch, slots: Slots, missing: Slots) -> Plan:
         top, hits = self.top, slots >= 0
+        self._plans += 1
         top.counters.add("hits", batch.tables)
         if len(missing) == 0:
             top.directory.touch(slots, batch.counts)
-            return Plan(self._next_number(), batch, slots, missing, missing)
+            return Plan(self._plans, batch, slots, missing, missing)
         top.directory.touch(slots[hits], batch.counts[hits])
         top.counters.add("hits", batch.tables[missing], -1)
         top.counters.add("misses", batch.tables[missing])
@@ -327,7 +311,7 @@ class TableGroup:
         victims = top.admit(batch.tables[missing], batch.ids[missing], batch.counts[missing], fresh)
         slots[missing] = fresh
         top.directory.pin(fresh)
-        plan = Plan(self._next_number(), batch, slots, missing, missing[:0], victims)
+        plan = Plan(self._plans, batch, slots, missing, missing[:0], victims)
         if self.lower is not None:
             self._plan_lower(plan, self.lower)
         return plan
@@ -356,10 +340,6 @@ class TableGroup:
         plan.lower_victims = lower.admit(victims.tables[past:], victims.ids[past:], counts, to)
         lower.dirty[to] = victims.dirty[past:]
 
-    def _next_number(self) -> int:
-        self._plans += 1
-        return self._plans
-
     def _too_small(self, unique: int, missing: int) -> TierCapacityError:
         top = self.top
         pinned = unique - missing + top.directory.pinned_rows
@@ -369,8 +349,6 @@ class TableGroup:
             f"{pinned - (unique - missing)}, but the {top.name} tier has room for {top.capacity_rows}; "
             f"it needs {self.top_bytes(need)} bytes: raise {top.name}_bytes to that or use smaller batches"
         )
-
-    # --------------------------------------------------------------------------------------------------- moving rows
 
     def _move_victims(self, plan: Plan) -> None:
         """Rows that leave the lower tier, then rows that leave the top one; raises the last error of the Store."""
@@ -418,20 +396,3 @@ class TableGroup:
     def _chunks(self, items: NDArray[Any]) -> Iterator[NDArray[Any]]:
         step = self._move_rows
         return (items[i : i + step] for i in range(0, len(items), step))
-
-    def _pool(self, weight: torch.Tensor, slots: Slots, batch: IdBatch, plan: Plan | None) -> torch.Tensor:
-        """Pool rows ``weight[slots]``; a plan remembers which positions won its max bags."""
-        bags, kernels, device = batch.bags, self.top.kernels, self.top.on_device
-        at, inverse, ends = device(slots), device(batch.inverse), device(bags.offsets)
-        out = torch.empty((bags.num_bags, self.dim), dtype=torch.float32, device=weight.device)
-        if bags.mode == "max":
-            winners = torch.empty(out.shape, dtype=torch.int32, device=weight.device)
-            kernels.pool_max(weight, at, inverse, ends, out, winners, self._workers)
-            if plan is not None:
-                plan.arg = winners
-        elif bags.copied:
-            kernels.gather(weight, at, inverse, out, self._workers)
-        else:
-            factors = None if bags.weights is None else device(bags.weights)
-            kernels.pool(weight, at, inverse, ends, factors, bags.mode, out, self._workers)
-        return out
