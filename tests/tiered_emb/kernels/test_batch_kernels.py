@@ -146,3 +146,21 @@ def test_check_offsets(offsets: list[int], n: int, wrong: int) -> None:
 )
 def test_first_out_of_range(ids: list[int], low: int, high: int, position: int) -> None:
     assert first_out_of_range(np.array(ids, np.int64), low, high) == position
+
+
+def test_an_interrupted_batch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C right after the kernel: the next batch must not find this one's places."""
+    deduper, table, kernel = Deduper(), np.array([7], np.uint32), batch._dedupe
+    deduper.dedupe(np.arange(8), np.array([0, 8]), table, UniqueIds.empty(8))  # makes the hash table
+
+    def interrupted(*args: object) -> None:
+        kernel(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "_dedupe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        deduper.dedupe(np.array([1, 2, 3, 4]), np.array([0, 4]), table, UniqueIds.empty(4))
+    monkeypatch.setattr(batch, "_dedupe", kernel)
+    unique = UniqueIds.empty(2)
+    assert deduper.dedupe(np.array([4, 3]), np.array([0, 2]), table, unique) == 2
+    assert unique.inverse.tolist() == [0, 1]
