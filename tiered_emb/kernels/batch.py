@@ -78,7 +78,7 @@ class Deduper:
         if len(self._places) < 2 * n or self._generation + len(tables) >= _GENERATIONS:
             self._places = np.zeros((1 << max(4, (2 * n - 1).bit_length()), 2), np.int64)
             self._generation = 1
-        # Used up before it is used: after a Ctrl-C in the kernel's wake the next batch would else find this one's places.
+        # Used up first: after a Ctrl-C in the kernel's wake the next batch must not find this one's places.
         generation, self._generation = self._generation, self._generation + len(tables)
         unique = _dedupe(ids, segments, tables, self._places, generation, out.ids, out.tables, out.counts, out.inverse)
         return int(unique)
