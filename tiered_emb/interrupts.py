@@ -3,7 +3,7 @@
 Python raises KeyboardInterrupt between any two bytecodes of the main thread. In the middle of moving rows that would
 leave a slot that is promised to one row and holds another, and the next flush would store it. Where rows move or
 change, an interrupt therefore waits for the end of the verb; a second one does not, so that a Store that hangs can
-still be left.
+still be left. What it cut short cannot be trusted: it is counted, and modules that lived through it refuse to go on.
 
 Other threads are never interrupted: there it does nothing. It costs two system calls, so it is for verbs, not for rows.
 """
@@ -18,7 +18,13 @@ from typing import Any
 
 
 class Uninterrupted:
-    """``with Uninterrupted():`` holds SIGINT back until the block has ended, one way or the other. May be nested."""
+    """``with Uninterrupted():`` holds SIGINT back until the block has ended, one way or the other. May be nested.
+
+    Attributes:
+        breaks: how often in this process a second interrupt has cut a block short.
+    """
+
+    breaks = 0
 
     def __init__(self) -> None:
         self._handler: Any = None  # of SIGINT outside the block; None = nothing to hold back here
@@ -42,5 +48,6 @@ class Uninterrupted:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._held:
+            Uninterrupted.breaks += 1
             self._handler(number, frame)
         self._held = True

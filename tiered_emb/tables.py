@@ -67,6 +67,7 @@ class TieredTables(nn.Module):
         self._rule = RowwiseAdagrad(lr=0.01) if options.optimizer is None else options.optimizer
         self._optimizer: RowOptimizer | None = None
         self._closed = False
+        self._breaks = Uninterrupted.breaks
         with Uninterrupted():
             self._engine = Engine.open(TierConfig() if options.tiers is None else options.tiers, self.device)
             try:
@@ -101,8 +102,12 @@ class TieredTables(nn.Module):
 
         If the store cannot take the rows its error is raised and the module is still open, so that it can be tried
         again; not so StoreClosedError, after which the module is closed and the rows the store had not taken are lost.
+        After a second Ctrl-C in mid-step nothing is written: the store opens at its last flush.
         """
         if self._closed:
+            return
+        if self._broken():
+            self._abandon()
             return
         self._updates.discard()
         with Uninterrupted():
@@ -215,7 +220,16 @@ class TieredTables(nn.Module):
     def _to_device(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.device is None else out.to(self.device)
 
+    def _broken(self) -> bool:
+        """Whether a second Ctrl-C cut short what may have been a verb on this module's rows."""
+        return self._breaks != Uninterrupted.breaks
+
     def _check_open(self) -> None:
+        if self._broken() and not self._closed:
+            raise ModuleClosedError(
+                f"the module of {listed([table.name for table in self.tables])} lived through a second Ctrl-C in the "
+                f"middle of moving rows; close() it, which writes nothing more, and open it again at its last flush"
+            )
         if self._closed:
             raise ModuleClosedError(
                 f"the module of {listed([table.name for table in self.tables])} is closed; make a new one"

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from tiered_emb import JaggedIds, RowwiseAdagrad, TableConfig, TierConfig, TieredEmbeddingBagCollection
+from tiered_emb import (
+    JaggedIds,
+    ModuleClosedError,
+    RowwiseAdagrad,
+    TableConfig,
+    TierConfig,
+    TieredEmbeddingBagCollection,
+)
+from tiered_emb.group import TableGroup
 from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.lookup import forget_failed_passes
 
@@ -133,3 +141,28 @@ def test_interrupted_steps(tmp_path: Path, hbm: int) -> None:
     bags.close()
     with opened() as bags:
         assert rows_of(bags, every) == expected
+
+
+def test_a_second_interrupt_in_mid_step_ends_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it cut short is looked up or stored; the store opens at the last flush."""
+    tiers, ids = TierConfig(0, 400_000, tmp_path / "rows"), {name: torch.arange(20) for name in "ab"}
+    batch = JaggedIds.from_dict({name: (ids[name], torch.ones(20, dtype=torch.int64)) for name in "ab"})
+    bags = TieredEmbeddingBagCollection(TABLES, tiers=tiers, optimizer=RowwiseAdagrad(0.1), seed=3)
+    assert step(bags, batch, 0, flush=True) == ""
+    expected = rows_of(bags, ids)
+
+    def cut_short(*args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableGroup, "update", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            sum(out.sum() for out in bags(batch).values()).backward()  # type: ignore[union-attr]
+    with pytest.raises(ModuleClosedError, match="second Ctrl-C"):
+        bags(batch)
+    with pytest.raises(ModuleClosedError, match="second Ctrl-C"):
+        bags.flush()
+    bags.close()
+    with TieredEmbeddingBagCollection(TABLES, tiers=tiers, optimizer=RowwiseAdagrad(0.1), seed=3) as again:
+        assert rows_of(again, ids) == expected
