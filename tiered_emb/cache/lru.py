@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from storage.memory import zeros
-from tiered_emb.cache.prefetch import prefetch_item
+from tiered_emb.prefetch import prefetch_item
 
 _AHEAD = 12
 

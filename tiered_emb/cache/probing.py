@@ -26,7 +26,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, uint32, uint64
 
-from tiered_emb.cache.prefetch import prefetch_item
+from tiered_emb.prefetch import prefetch_item
 
 # Positions of the `ledger`, the four counters that kernels keep for the Directory.
 ROWS, FRESH, FREE_HEAD, PINNED = 0, 1, 2, 3

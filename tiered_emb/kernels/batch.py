@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from tiered_emb.kernels._intrinsics import prefetch2
+from tiered_emb.prefetch import prefetch2
 
 _GENERATIONS = 1 << 31  # tags hold a generation in their upper half; all are used up after that many tables seen
 _AHEAD = 8  # ids whose place in the hash table is asked for before it is needed

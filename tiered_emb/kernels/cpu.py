@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from tiered_emb.kernels._intrinsics import prefetch_row
 from tiered_emb.kernels._lanes import lane_dot
+from tiered_emb.prefetch import prefetch_row
 from tiered_emb.workers import WorkerPool
 
 _AHEAD = 8  # positions between asking for a row and using it

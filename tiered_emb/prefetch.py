@@ -3,6 +3,10 @@
 Row work on tables larger than the caches waits for memory; asking for a row some iterations before it is used hides
 most of that wait. A prefetch is a hint: it never faults, reads nothing and changes no result, whatever the address.
 
+Call it in straight-line code: in a helper that branches, or in one that Numba inlines itself (`inline="always"`), Numba
+may count references to the arrays around the branch, with atomic instructions, and the loop is three to ten times
+slower. Clamp the position instead of testing it, and let LLVM inline (`forceinline=True`).
+
 Numba's cache does not see edits of this file: after one, delete the `__pycache__` folders of the kernels.
 """
 
@@ -32,8 +36,8 @@ def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, indices: 
 
 
 @intrinsic
-def prefetch1(typingctx: Any, array: Any, i: Any) -> Any:
-    """Ask for the cache line of array[i], a one-dimensional array."""
+def prefetch_item(typingctx: Any, array: Any, i: Any) -> Any:
+    """Ask for the cache line of array[i], a one-dimensional array; any i that is not negative is harmless."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _prefetch(context, builder, signature.args[0], args[0], [args[1]])
