@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from storage.describe import StoreDescription, describe_store
 from storage.errors import (
     CorruptionError,
     CorruptRowError,
@@ -24,12 +25,14 @@ from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema, table_number
 from storage.store import RowIds, Store, StoreStats, TableRef
+from storage.verify import Damage, VerifyReport, verify_store
 
 __all__ = [
     "Column",
     "CorruptRowError",
     "CorruptSegmentError",
     "CorruptionError",
+    "Damage",
     "HeapStore",
     "LmdbStore",
     "MemoryStore",
@@ -43,6 +46,7 @@ __all__ = [
     "StoreClosedError",
     "StoreConfig",
     "StoreConfigError",
+    "StoreDescription",
     "StoreForkedError",
     "StoreFullError",
     "StoreIOError",
@@ -51,5 +55,8 @@ __all__ = [
     "StoreReadOnlyError",
     "StoreStats",
     "TableRef",
+    "VerifyReport",
+    "describe_store",
     "table_number",
+    "verify_store",
 ]

@@ -97,7 +97,7 @@ class CorruptRowError(CorruptionError):
         place = f" ({where})" if where else ""
         super().__init__(
             f"row with id {id} of table number {table} is damaged: its bytes do not match their checksum{place}; "
-            "restore the row from a snapshot or export, or delete the id"
+            "put the row again from a copy, or delete the id"
         )
 
     def __reduce__(self) -> tuple[type[CorruptRowError], tuple[int, int, str]]:

@@ -39,7 +39,7 @@ from storage.row_log.gather import find_places, live_rows
 from storage.row_log.places import CODES, COUNT, IDS, MAX_SEGMENT_ROWS, NUMBER, ROWS, WIDTHS, SegmentTable
 from storage.row_log.raw import row_step
 from storage.schema import RowSchema
-from storage.store import Mask, RowBytes, RowIds, check_batch, check_found
+from storage.store import MAX_ID, MIN_ID, IdRange, Mask, RowBytes, RowIds, check_batch, check_found
 from storage.volatile import VolatileStore
 
 Places: TypeAlias = NDArray[np.uint64]
@@ -157,12 +157,12 @@ class _Group:
         """The blocks, as `live_block` wants them."""
         return self._segments.slots()
 
-    def live_block(self, group: int, slot: int, start: int) -> tuple[int, RowIds, RowBytes]:
+    def live_block(self, group: int, slot: int, start: int, which: IdRange) -> tuple[int, RowIds, RowBytes]:
         """Live rows of a block from row `start` on: the row to go on at (-1 = none is left), their ids, and they."""
         tables, ids = np.empty(_SCAN_ROWS, np.uint32), np.empty(_SCAN_ROWS, np.int64)
         places = np.empty(_SCAN_ROWS, np.uint64)
         lines = self._segments.lines
-        at, n = live_rows(self._index.table, self._index.shift, lines, slot, start, tables, ids, places)
+        at, n = live_rows(self._index.table, self._index.shift, lines, slot, start, *which, tables, ids, places)
         rows, data = RowIds(group, tables[:n], ids[:n]), np.empty((n, self.schema.row_bytes), np.uint8)
         self._read(rows, places[:n], data, np.empty(n, np.bool_))
         return -1 if at == lines[slot, COUNT] else int(at), rows, data
@@ -197,8 +197,11 @@ class HeapStore(VolatileStore[_Group]):
         with self._lock:
             self._version += self._group(rows.group).delete(rows)
 
-    def scan(self, group: int) -> Iterator[tuple[RowIds, RowBytes]]:
+    def scan(
+        self, group: int, *, table: int | None = None, first_id: int = MIN_ID, last_id: int = MAX_ID
+    ) -> Iterator[tuple[RowIds, RowBytes]]:
         """See `Store.scan`."""
+        which = (-1 if table is None else table, first_id, last_id)
         with self._lock:
             held, version = self._group(group), self._version
             slots = held.slots().tolist()
@@ -209,7 +212,7 @@ class HeapStore(VolatileStore[_Group]):
                     self._check_open()
                     if self._version != version:
                         raise StoreChangedError(f"rows were put or deleted during a scan of group {group}: scan again")
-                    at, rows, data = held.live_block(group, slot, at)
+                    at, rows, data = held.live_block(group, slot, at, which)
                 if len(rows):
                     yield rows, data
 

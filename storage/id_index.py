@@ -11,7 +11,7 @@ What follows from that:
   reads an id back from the log, which may be cold: a shard of 64 k rows grows in well under a millisecond.
 - A shard grows alone, by a quarter, at a load of 0.8. Their sizes differ by up to a quarter, so that they do not
   grow at the same moment. Loads lie between 0.64 and 0.8: 10 to 12.5 bytes a row, plus one shard during
-  its growth.
+  its growth. Whoever knows how many ids will come reserves room for them, and trims what was too much.
 - A tag is no proof. Readers prove a row by its checksum, which is keyed by table and id, and fall back on the ids
   stored in the segment; writers always compare the stored id and table, so that no id ever takes another's entry,
   and in the row log the checksum too before an id gets an entry, so that none gets a second one.
@@ -39,7 +39,7 @@ from storage.errors import StoreConfigError
 from storage.memory import OWN_PAGES_BYTES, held_bytes, zeros
 from storage.row_log.hashing import mix
 from storage.row_log.places import stored_id, stored_table
-from storage.row_log.raw import load64, prefetch, store64
+from storage.row_log.raw import load64, prefetch, store64, uncounted
 
 ADDRESS, CAPACITY, USED, LIMIT = range(4)
 MAX_SHARDS = 1 << 14
@@ -121,6 +121,29 @@ def place_of(shards: Any, shift: Any, hash: Any, position: Any) -> Any:
 
 
 @njit(inline="always")
+def seek_place(shards: Any, shift: Any, hash: Any, place: Any) -> Any:
+    """Position of the entry that leads to just this place, whose row has the hash; -1 if there is none."""
+    shard = hash >> shift
+    capacity = np.uint64(shards[shard, CAPACITY])
+    position = np.int64(-1)
+    if capacity > _0:
+        base = np.uint64(shards[shard, ADDRESS])
+        tag = tag_of(hash)
+        wanted = (tag << PLACE_BITS) | place
+        at = (tag * capacity) >> TAG_BITS
+        entry = load64(base + at * _8)
+        while entry != _0:
+            if entry == wanted:
+                position = np.int64(at)
+                break
+            at += _1
+            if at == capacity:
+                at = _0
+            entry = load64(base + at * _8)
+    return position
+
+
+@njit(inline="always")
 def set_entry(shards: Any, shift: Any, hash: Any, position: Any, place: Any) -> None:
     """Write the entry at a position (0 or more) of the hash's shard."""
     entry = (tag_of(hash) << PLACE_BITS) | place
@@ -154,7 +177,8 @@ def remove_entry(shards: Any, shift: Any, hash: Any, position: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _move_entries(source: Any, target: Any) -> None:
-    """Put every entry of one array (uint64) into another, larger one."""
+    """Put every entry of one array (uint64) into another, which has room for all."""
+    source, target = uncounted(source), uncounted(target)
     capacity = np.uint64(len(target))
     for entry in source:
         if entry != _0:
@@ -168,6 +192,7 @@ def _move_entries(source: Any, target: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _find_exact(shards: Any, shift: Any, segments: Any, tables: Any, ids: Any, places: Any) -> None:
+    shards, segments = uncounted(shards), uncounted(segments)
     n = len(ids)
     for i in range(n):
         if i + _PREFETCH_AHEAD < n:
@@ -217,15 +242,69 @@ class IdIndex:
 
     def grow(self, shard: int) -> None:
         """Make room in one shard."""
-        self._level[shard] += 1
-        entries = zeros(_capacity(float(self._level[shard])), np.uint64)
+        self._resize(shard, float(self._level[shard]) + 1)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for about `rows` ids in all, so that few shards have to grow while these arrive.
+
+        Call `trim` once the ids are in, in case they were fewer than that.
+        """
+        share = rows / len(self.table)
+        wanted = math.ceil(share * 1.01 + 2 * math.sqrt(share))
+        for shard in np.flatnonzero(self.table[:, LIMIT] < wanted).tolist():
+            self._resize(shard, self._level_for(shard, wanted))
+
+    def trim(self) -> None:
+        """Shrink shards that are filled to less than 4/7, 14 bytes a row."""
+        used, capacity = self.table[:, USED], self.table[:, CAPACITY]
+        for shard in np.flatnonzero(4 * capacity > 7 * used).tolist():
+            level = self._level_for(shard, int(used[shard]))
+            if level < self._level[shard]:
+                self._resize(shard, level)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Of each shard, how often it has grown, which says how large it is; 0 = it has no entries."""
+        return np.rint(self._level + 1 - np.arange(len(self.table)) / len(self.table)).astype(np.int64)
+
+    def entries(self, shard: int) -> NDArray[np.uint64]:
+        """The entries of a shard (capacity,), empty positions included. Not a copy."""
+        held = self._entries[shard]
+        return np.zeros(0, np.uint64) if held is None else held
+
+    def restore(self, shard: int, steps: int, used: int) -> NDArray[np.uint64]:
+        """Make an unused shard the size that it had after so many steps; what `entries` gave then must go into it.
+
+        Args:
+            used: how many of these entries are not empty.
+
+        Returns:
+            The shard's array, zeros, for the caller to fill.
+        """
+        if steps:
+            self._resize(shard, steps - 1 + shard / len(self.table))
+            self.table[shard, USED] = used
+        return self.entries(shard)
+
+    def _level_for(self, shard: int, rows: int) -> float:
+        """The least level at which a shard takes so many rows."""
+        level = shard / len(self.table)
+        level += max(0, math.floor(math.log(max(1, rows) * 1.25 / _FIRST_CAPACITY, 1.25) - level) - 1)
+        while _limit(_capacity(level)) < rows:
+            level += 1
+        return level
+
+    def _resize(self, shard: int, level: float) -> None:
+        """Give a shard an array of another size."""
+        self._level[shard] = level
+        entries = zeros(_capacity(level), np.uint64, touched=True)
         old = self._entries[shard]
         if old is not None:
             _move_entries(old, entries)
         self._entries[shard] = entries
         self.table[shard, ADDRESS] = entries.ctypes.data
         self.table[shard, CAPACITY] = len(entries)
-        self.table[shard, LIMIT] = len(entries) * 4 // 5
+        self.table[shard, LIMIT] = _limit(len(entries))
         self._plan_growth(shard)
 
     def _plan_growth(self, shard: int) -> None:
@@ -268,6 +347,11 @@ class IdIndex:
 def _array_bytes(capacity: int) -> int:
     """Host memory of an array of so many entries."""
     return held_bytes(capacity, 8) + (_ARRAY_OVERHEAD if capacity else 0)
+
+
+def _limit(capacity: int) -> int:
+    """Entries at which an array must grow."""
+    return capacity * 4 // 5
 
 
 def _capacity(level: float) -> int:

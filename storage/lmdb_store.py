@@ -1,8 +1,8 @@
 """LmdbStore: the Store over a row log in LMDB, for rows that are more than memory holds and must survive.
 
-Rows are appended to segments in memory and readable at once; full segments are committed together when the write
-buffer is full, and all of them at a flush, which is one atomic complete state. Opening reads the ids of all segments
-and rebuilds the index.
+Rows are appended to segments in memory and readable at once; a thread of the store commits full segments together, and
+all of them at a flush, which is one atomic complete state. The same thread moves what is live out of segments that are
+mostly dead. Opening reads the ids of all segments and rebuilds the index.
 
 Which rows an open finds depends on `durability`:
 
@@ -11,51 +11,60 @@ Which rows an open finds depends on `durability`:
 - "snapshot": exactly the rows of the last flush. Segments committed since are discarded, so that rows evicted by a
   run that died are not mixed with older ones.
 
-Dead segments are deleted one commit after the flush at which they were dead, so every complete state keeps what it
-needs.
+Dead segments are deleted once a complete state no longer needs them, so every state keeps what it needs. With "commit"
+the store makes such states by itself; opened as "snapshot" it then has the rows of the last of them.
 
-Threads: one lock around each verb; kernels run without the GIL. Processes: one writer (`row_log.owner`), any number
-of readers (`read_only=True`), which follow the writer's commits. A forked child may read what there was at the fork,
-and is refused to write.
+Threads: any may call any verb. Verbs that write take turns; reading goes on beside them and holds the store's lock only
+to look places up (`row_log.group_rows`). Of a batch put by another thread a get may see some rows and not yet others,
+each of them whole. Kernels run without the GIL.
 
-Not here: compaction, named snapshots, codecs. What is on disk: docs/formats.md.
+Processes: one writer (`row_log.owner`), any number of readers (`read_only=True`), which follow the writer's commits. A
+child forked from a writer reads what there was at the fork, or, once the parent has reused the pages, what the parent
+has committed; it is refused to write.
+
+Not here: named snapshots, codecs. What is on disk: docs/formats.md.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from threading import RLock
 from types import TracebackType
 from typing import Literal
-from uuid import uuid4
 from weakref import WeakSet
 
 from storage.errors import (
     CorruptionError,
     SchemaMismatchError,
-    StorageError,
     StoreChangedError,
-    StoreClosedError,
     StoreConfigError,
     StoreForkedError,
     StoreFullError,
-    StoreMissingError,
-    StoreReadOnlyError,
-    disk_error,
 )
+from storage.interrupts import Uninterrupted
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
-from storage.row_log.log import RowLog
-from storage.row_log.manifest import Manifest, holds_store, load_manifest, sync_directory
-from storage.row_log.owner import Owner
-from storage.row_log.reader import Reader
+from storage.row_log.places import NUMBER
+from storage.row_log.session import Session
+from storage.row_log.write_buffer import WriteBuffer
 from storage.row_log.writer import Writer
-from storage.schema import RowSchema, table_number
-from storage.store import Mask, RowBytes, RowIds, StoreStats, TableRef, check_batch, check_found
+from storage.schema import RowSchema
+from storage.store import (
+    MAX_ID,
+    MIN_ID,
+    IdRange,
+    Mask,
+    RowBytes,
+    RowIds,
+    StoreStats,
+    TableRef,
+    check_batch,
+    check_found,
+)
 
 __all__ = ["LmdbStore", "StoreConfig"]
 
@@ -97,123 +106,46 @@ class LmdbStore:
         self.durability = durability
         self.config = config or StoreConfig()
         self.read_only = read_only
-        self._lock = RLock()
-        self._pid = os.getpid()
-        self._closed = False
-        self._version = self._rows_read = self._rows_written = self._bytes_read = 0
-        self._groups: list[GroupRows] = []
-        self._owner: Owner | None = None
-        self._log: RowLog | None = None
-        self._writer: Writer | None = None
-        self._reader: Reader | None = None
-        try:
-            self._open()
-        except BaseException as error:
-            self._release()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise disk_error(error, f"{self.path} could not be opened: {error}") from error
-            raise
-        _OPEN_STORES.add(self)
-
-    # ---- opening and closing
-
-    def _open(self) -> None:
-        exists = holds_store(self.path, self.read_only)
-        if not self.read_only:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._owner = Owner(self.path)
-            exists = holds_store(self.path, self.read_only)  # again, now that nobody else can create one
-        self._manifest = load_manifest(self.path) if exists else Manifest(uuid4())
-        self._open_log(create=not exists)
-        self._add_groups()
-        if self.read_only:
-            self._start_reading()
-        else:
-            self._start_writing()
-
-    def _open_log(self, create: bool) -> None:
-        to_commit = self.durability == "commit"
-        self._log = RowLog(
-            self.path, self.config.map_size_bytes, read_only=self.read_only, sync_meta=to_commit, create=create
-        )
-        if self._owner is not None:
-            self._owner.lock_data_file()
-        if not create:
-            self._log.check_identity(self._manifest.uuid.bytes)
-            return
-        self._log.create(self._manifest.uuid.bytes)
-        sync_directory(self.path.parent)
-        self._manifest.save(self.path)
-
-    def _start_writing(self) -> None:
-        log = self._opened_log()
-        self._writer = Writer(log, self._groups, self.config, self._manifest.uuid.bytes, str(self.path))
-        self._writer.recover(to_state=self.durability == "snapshot")
-        if log.repaired:
-            for group in range(len(self._groups)):
-                for _ in self.scan(group):
-                    pass
-
-    def _start_reading(self) -> None:
-        to_state = self.durability == "snapshot"
-        self._reader = Reader(
-            self._opened_log(), self._groups, self._refresh, to_state, self._manifest.uuid.bytes, str(self.path)
-        )
-        with self._reader.view():
-            pass
-
-    def _open_in_child(self) -> None:
-        """LMDB's environment belongs to the process that opened it; a reader's fork opens one of its own."""
-        self._pid = os.getpid()
-        self._log, self._reader = None, None
-        self._groups.clear()
-        self._open_log(create=False)
-        self._add_groups()
-        self._start_reading()
+        to_state = durability == "snapshot"
+        self._rows_read = self._rows_written = self._bytes_read = 0
+        self._session = Session(self.path, self.config, to_state=to_state, read_only=read_only)
 
     def close(self) -> None:
         """See `Store.close`."""
-        with self._lock:
-            if self._closed:
+        session = self._session
+        with Uninterrupted(), session.writing:
+            if session.closed:
                 return
+            writes = session.writer is not None and not session.forked
             try:
-                if self._writer is not None and os.getpid() == self._pid:
-                    self._writer.close()
-            except StoreFullError:
-                raise  # still open: the rows are in memory, and are written once there is room
+                with session.lock:
+                    if session.writer is not None and writes:
+                        session.writer.close()
+            except (StoreFullError, KeyboardInterrupt):
+                raise  # still open: the rows are in memory, and are written by the next try
             except BaseException:
-                self._release()
+                session.release()
                 raise
-            self._release()
+            session.release(flushed=writes)
 
     def abandon(self) -> None:
         """Let go of everything without a flush: the store opens again as after the death of this process."""
-        with self._lock:
-            if not self._closed:
-                self._release()
-
-    def _release(self) -> None:
-        """Let go of everything without a flush."""
-        self._closed = True
-        self._groups = []
-        self._writer = self._reader = None
-        if self._log is not None:
-            self._log.close()
-        if self._owner is not None:
-            self._owner.close()
-        self._log = self._owner = None
+        with Uninterrupted(), self._session.writing:
+            if not self._session.closed:
+                self._session.release()
 
     # ---- tables
 
     def open_table(self, name: str, schema: RowSchema) -> TableRef:
         """See `Store.open_table`; a store open for reading raises StoreMissingError for a table that is not there."""
-        with self._lock, self._view():
-            if name not in self._manifest.tables and self.read_only:
-                self._refresh()  # the writer may have created it and committed nothing since
-            if name not in self._manifest.tables:
-                self._create_table(name, schema)
-            number, group = self._manifest.tables[name]
-            stored = self._manifest.groups[group]
+        session = self._session
+        with Uninterrupted(), session.writing, session.lock, session.reading():
+            if name not in session.manifest.tables and session.reader is not None:
+                session.refresh()  # the writer may have created it and committed nothing since
+            if name not in session.manifest.tables:
+                session.create_table(name, schema)
+            number, group = session.manifest.tables[name]
+            stored = session.manifest.groups[group]
             if stored != schema:
                 raise SchemaMismatchError(
                     f"table {name!r} of {self.path} holds rows of {stored}, not of {schema}: "
@@ -221,119 +153,140 @@ class LmdbStore:
                 )
             return TableRef(name, group, number, schema)
 
-    def _create_table(self, name: str, schema: RowSchema) -> None:
-        if self.read_only:
-            raise StoreMissingError(f"{self.path} has no table {name!r}, and a store open for reading creates none")
-        self._check_writable()
-        number = table_number(name)
-        taken = [other for other, (n, _) in self._manifest.tables.items() if n == number]
-        if taken:
-            raise SchemaMismatchError(f"tables {taken[0]!r} and {name!r} share the number {number}: rename one")
-        changed = self._manifest.with_table(name, number, schema)
-        try:
-            changed.save(self.path)
-        except OSError as error:
-            raise disk_error(error, f"the manifest of {self.path} could not be written: {error}") from error
-        self._manifest = changed
-        self._add_groups()
-
-    def _add_groups(self) -> None:
-        """Have a GroupRows for every group of the manifest."""
-        rows = self._opened_log().disk_bytes
-        for group in range(len(self._groups), len(self._manifest.groups)):
-            row_bytes = self._manifest.groups[group].row_bytes
-            shards = self.config.shards_for(rows // row_bytes)
-            self._groups.append(GroupRows(group, row_bytes, shards, str(self.path)))
-        for number, group in self._manifest.tables.values():
-            self._groups[group].add_table(number)
-
-    def _refresh(self) -> None:
-        """Take in tables that the writer has created."""
-        self._manifest = load_manifest(self.path)
-        self._add_groups()
-
     # ---- rows
 
     def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
         """See `Store.get`."""
-        with self._lock, self._view(), self._damage_or_fork():
+        if not self._session.is_overtaken:
+            try:
+                self._get(rows, out, found)
+            except CorruptionError:
+                if not self._session.is_overtaken:
+                    raise
+            if not self._session.is_overtaken:
+                return
+        self._session.follow_parent()
+        self._get(rows, out, found)
+
+    def _get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
+        with self._session.reading():
             group = self._group(rows.group)
             check_batch(rows, out, group.row_bytes, written=True)
             check_found(rows, found)
             group.get(rows, out, found)
             hits = int(found.sum())
-            self._rows_read += hits
-            self._bytes_read += hits * group.stride
+            with self._session.lock:
+                self._rows_read += hits
+                self._bytes_read += hits * group.stride
 
     def put(self, rows: RowIds, data: RowBytes) -> None:
         """See `Store.put`."""
-        with self._lock:
-            writer = self._check_writable()
+        with self._session.changing() as writer:
             group = self._group(rows.group)
             check_batch(rows, data, group.row_bytes)
-            self._version += len(rows) > 0
-            group.append(rows, data, writer.open_buffer)
+            writer.committer.put_bytes += len(rows) * group.row_bytes  # before any of them is committed
+            group.append(rows, data, partial(self._buffer, writer))
             self._rows_written += len(rows)
 
     def delete(self, rows: RowIds) -> None:
         """See `Store.delete`."""
-        with self._lock:
-            writer = self._check_writable()
-            self._version += len(rows) > 0
-            self._group(rows.group).bury(rows, writer.open_buffer)
+        with self._session.changing() as writer:
+            group = self._group(rows.group)
+            group.bury(rows, partial(self._buffer, writer))
 
-    def scan(self, group: int) -> Iterator[tuple[RowIds, RowBytes]]:
-        """See `Store.scan`; in the order of the log, which reads the disk in sequence."""
-        with self._lock, self._view():
-            rows, version = self._group(group), self._rows_version()
-            slots = rows.segments.slots().tolist()
-        for slot in slots:
-            at = 0
-            while at >= 0:
-                with self._lock, self._view(), self._damage_or_fork():
-                    if self._rows_version() != version:
-                        raise StoreChangedError(f"rows of {self.path} were changed during a scan: scan again")
-                    at, block = rows.live_block(slot, at)
-                if block is not None:
-                    yield block
+    def _buffer(self, writer: Writer, group: GroupRows) -> WriteBuffer:
+        """As `Writer.open_buffer`, for rows that change right after: scans that go on must not go on after that."""
+        buffer = writer.open_buffer(group)
+        self._session.end_scans()
+        return buffer
+
+    def scan(
+        self, group: int, *, table: int | None = None, first_id: int = MIN_ID, last_id: int = MAX_ID
+    ) -> Iterator[tuple[RowIds, RowBytes]]:
+        """See `Store.scan`; in the order of the log, which reads the disk in sequence.
+
+        Compaction waits for a scan, which waits for nobody: what would bring in work for it ends the scan.
+        """
+        which = (-1 if table is None else table, first_id, last_id)
+        with self._session.scanning():
+            with self._session.reading(), self._session.lock:
+                rows, version = self._group(group), self._session.version
+                slots = rows.segments.slots()
+                numbers = rows.segments.lines[slots, NUMBER]
+            for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True):
+                yield from self._scan_segment(rows, slot, number, version, which)
+
+    def _scan_segment(
+        self, rows: GroupRows, slot: int, number: int, version: int, which: IdRange
+    ) -> Iterator[tuple[RowIds, RowBytes]]:
+        at = 0
+        while at >= 0:
+            with self._session.reading(), self._session.lock, self._damage_or_fork():
+                if self._session.is_overtaken:
+                    raise CorruptionError("the parent has committed since")
+                if self._session.version != version:
+                    raise StoreChangedError(f"rows of {self.path} were changed during a scan: scan again")
+                if int(rows.segments.lines[slot, NUMBER]) != number:
+                    return  # it was dead, and has been deleted
+                at, block = rows.live_block(slot, at, which)
+            if block is not None:
+                yield block
 
     def flush(self, note: bytes | None = None) -> None:
         """See `Store.flush`."""
-        with self._lock:
-            self._check_writable().flush(note)
+        with self._session.changing() as writer, self._session.lock:
+            writer.flush(note)
+
+    def compact(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Flush, move every live row that shares a segment with dead ones, and delete the segments; takes a while.
+
+        Ends scans that are going on, as a put would.
+
+        Args:
+            progress: called now and then with bytes done and bytes in all, in another thread.
+
+        Raises:
+            StoreFullError, StoreIOError: as `put`.
+        """
+        with self._session.changing() as writer, self._session.lock:
+            writer.compact(progress or (lambda done, total: None), self._session.end_scans)
 
     # ---- what it is
 
     @property
     def note(self) -> bytes:
         """See `Store.note`."""
-        with self._lock, self._view():
-            return self._writer.state.note if self._writer else self._reader.state.note if self._reader else b""
+        with self._session.reading(), self._session.lock:
+            return self._session.state.note
 
     def stats(self) -> StoreStats:
         """See `Store.stats`."""
-        with self._lock, self._view():
+        session = self._session
+        with session.reading(), session.lock:
+            reader, lag = session.oldest_reader()
             return StoreStats(
-                rows=sum(group.index.rows for group in self._groups),
+                rows=sum(group.index.rows for group in session.groups),
                 rows_read=self._rows_read,
                 rows_written=self._rows_written,
                 bytes_read=self._bytes_read,
-                bytes_written=self._writer.bytes_written if self._writer else 0,
-                segments=sum(len(group.segments) for group in self._groups),
-                live_bytes=sum(group.index.rows * group.row_bytes for group in self._groups),
-                disk_bytes=self._opened_log().disk_bytes,
+                segments=sum(len(group.segments) for group in session.groups),
+                live_bytes=sum(group.index.rows * group.row_bytes for group in session.groups),
+                disk_bytes=session.log.disk_bytes,
                 memory_bytes=self._memory_bytes(),
-                commits=self._writer.commits if self._writer else 0,
+                oldest_reader=reader,
+                oldest_reader_commits=lag,
+                **(session.writer.counts() if session.writer else {}),
             )
 
     def memory_after(self, inserts: int) -> int:
         """See `Store.memory_after`."""
-        with self._lock:
-            self._check_open()
-            return self._writer.memory_after(inserts) if self._writer else self._memory_bytes()
+        session = self._session
+        with session.lock:
+            session.check_open()
+            return session.writer.memory_after(inserts) if session.writer else self._memory_bytes()
 
     def _memory_bytes(self) -> int:
-        return sum(group.memory_bytes + group.buffered_bytes for group in self._groups)
+        return sum(group.memory_bytes + group.buffered_bytes for group in self._session.groups)
 
     def __enter__(self) -> LmdbStore:
         return self
@@ -345,62 +298,20 @@ class LmdbStore:
 
     # ---- checks
 
-    def _view(self) -> AbstractContextManager[None]:
-        """What reading needs around it: nothing for the writer, a transaction for a reader."""
-        self._check_open()
-        if self._reader is None:
-            return nullcontext()
-        if os.getpid() != self._pid:
-            self._open_in_child()
-        assert self._reader is not None
-        return self._reader.view()
-
-    def _rows_version(self) -> int:
-        return self._reader.version if self._reader is not None else self._version
-
     def _group(self, group: int) -> GroupRows:
-        if not 0 <= group < len(self._groups):
-            raise StoreConfigError(f"group {group}: {self.path} has {len(self._groups)} groups; open a table first")
-        return self._groups[group]
-
-    def _opened_log(self) -> RowLog:
-        assert self._log is not None
-        return self._log
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self.path} was closed")
-
-    def _check_writable(self) -> Writer:
-        self._check_open()
-        if self._writer is None:
-            raise StoreReadOnlyError(f"{self.path} was opened with read_only=True")
-        if os.getpid() != self._pid:
-            raise StoreForkedError(
-                f"{self.path} was opened by process {self._pid}, of which this one ({os.getpid()}) is a fork: "
-                "write there, or close it before forking"
-            )
-        return self._writer
+        groups = self._session.groups
+        if not 0 <= group < len(groups):
+            raise StoreConfigError(f"group {group}: {self.path} has {len(groups)} groups; open a table first")
+        return groups[group]
 
     @contextmanager
     def _damage_or_fork(self) -> Iterator[None]:
         try:
             yield
         except CorruptionError as error:
-            if os.getpid() == self._pid:
+            if not self._session.forked or self._session.reader is not None:
                 raise
             raise StoreForkedError(
                 f"{self.path} is no longer what it was when this process was forked ({error}): "
-                "open the store here with read_only=True to follow the writer"
+                "close it here and open it with read_only=True to follow the writer"
             ) from error
-
-
-def _after_fork_in_child() -> None:
-    """A lock may be held by a thread that this process does not have, and the owner's descriptors are the parent's."""
-    for store in list(_OPEN_STORES):
-        store._lock = RLock()
-        if store._owner is not None:
-            store._owner.let_go()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -16,12 +16,18 @@ from numpy.typing import DTypeLike, NDArray
 OWN_PAGES_BYTES = 1 << 14  # from this size on: what rounding up to whole pages adds is at most a quarter
 
 
-def zeros(size: int, dtype: DTypeLike) -> NDArray[Any]:
-    """``size`` zeros; untouched ones cost no memory."""
+def zeros(size: int, dtype: DTypeLike, *, touched: bool = False) -> NDArray[Any]:
+    """``size`` zeros; untouched ones cost no memory.
+
+    Args:
+        touched: all of it will be, soon: the system gives large arrays their pages in one go. A page that is first
+            read, then written costs two page faults otherwise.
+    """
     wanted = size * np.dtype(dtype).itemsize
     if wanted < OWN_PAGES_BYTES:
         return np.zeros(size, dtype)
-    return np.frombuffer(mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype, size)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touched else 0)
+    return np.frombuffer(mmap.mmap(-1, wanted, flags=flags), dtype, size)
 
 
 def held_bytes(size: int, itemsize: int) -> int:

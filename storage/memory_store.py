@@ -16,7 +16,7 @@ import numpy as np
 
 from storage.errors import StoreChangedError
 from storage.schema import RowSchema
-from storage.store import Mask, RowBytes, RowIds, check_batch, check_found
+from storage.store import MAX_ID, MIN_ID, Mask, RowBytes, RowIds, check_batch, check_found
 from storage.volatile import VolatileStore
 
 _BLOCK_ROWS = 4096
@@ -100,12 +100,15 @@ class MemoryStore(VolatileStore[_Group]):
                     group.free.append(place)
                     self._version += 1
 
-    def scan(self, group: int) -> Iterator[tuple[RowIds, RowBytes]]:
+    def scan(
+        self, group: int, *, table: int | None = None, first_id: int = MIN_ID, last_id: int = MAX_ID
+    ) -> Iterator[tuple[RowIds, RowBytes]]:
         """See `Store.scan`."""
         with self._lock:
             held = self._group(group)
             version = self._version
-            live = list(held.places.items())
+            places = held.places.items()
+            live = [(row, at) for row, at in places if table in (None, row[0]) and first_id <= row[1] <= last_id]
         for first in range(0, len(live), _BLOCK_ROWS):
             block = live[first : first + _BLOCK_ROWS]
             with self._lock:

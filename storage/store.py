@@ -22,6 +22,9 @@ Ids: TypeAlias = NDArray[np.int64]
 RowBytes: TypeAlias = NDArray[np.uint8]
 Mask: TypeAlias = NDArray[np.bool_]
 
+IdRange: TypeAlias = tuple[int, int, int]  # a table number or -1 for all, the first id and the last
+MIN_ID, MAX_ID = -(2**63), 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class TableRef:
@@ -79,6 +82,9 @@ class StoreStats:
         disk_bytes: bytes that the store occupies on disk.
         memory_bytes: anonymous host memory held (index, write buffers, tables of segments).
         commits: transactions that reached the disk.
+        rows_moved, bytes_moved: rows that compaction has moved, and their stored bytes.
+        oldest_reader, oldest_reader_commits: process that reads the oldest state of all readers, and how many commits
+            it lags behind; 0 if none does. What was deleted since takes space until it is done.
     """
 
     rows: int = 0
@@ -91,10 +97,18 @@ class StoreStats:
     disk_bytes: int = 0
     memory_bytes: int = 0
     commits: int = 0
+    rows_moved: int = 0
+    bytes_moved: int = 0
+    oldest_reader: int = 0
+    oldest_reader_commits: int = 0
 
 
 class Store(Protocol):
-    """Rows at rest. The verbs of one store may be called from several threads; each is atomic to the others."""
+    """Rows at rest. Any thread may call any verb.
+
+    Verbs that write are atomic to each other. A get beside a put or a delete of another thread finds each row whole, as
+    it was before or as it is after.
+    """
 
     def open_table(self, name: str, schema: RowSchema) -> TableRef:
         """Open a table, or create it. Equal schemas give the same group.
@@ -116,7 +130,10 @@ class Store(Protocol):
         """
 
     def put(self, rows: RowIds, data: RowBytes) -> None:
-        """Insert or replace rows. The data is copied during the call; of an id that occurs twice the later wins.
+        """Insert or replace rows; they are found at once, and are durable after the next flush at the latest.
+
+        The data is copied during the call; of an id that occurs twice the later wins. A store may write it later, and
+        raise what went wrong in a later call.
 
         Args:
             rows: N ids of one group.
@@ -131,8 +148,14 @@ class Store(Protocol):
     def delete(self, rows: RowIds) -> None:
         """Forget rows; missing ids are fine. Raises as `put`."""
 
-    def scan(self, group: int) -> Iterator[tuple[RowIds, RowBytes]]:
+    def scan(
+        self, group: int, *, table: int | None = None, first_id: int = MIN_ID, last_id: int = MAX_ID
+    ) -> Iterator[tuple[RowIds, RowBytes]]:
         """Every live row of a group once, in blocks, in no order that means anything.
+
+        Args:
+            table: a table number, for the rows of that table alone.
+            first_id, last_id: only rows with ids from the one to the other, both included.
 
         Raises:
             StoreChangedError: rows were put or deleted since the scan began.
@@ -147,6 +170,7 @@ class Store(Protocol):
 
         Raises:
             StoreFullError, StoreIOError: the state is not complete; the previous one still is.
+            StoreConfigError: the note is too large; nothing has changed.
         """
 
     def close(self) -> None:

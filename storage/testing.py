@@ -13,6 +13,7 @@ The tests speak to the store through the protocol only, and each compares with a
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import ClassVar
@@ -260,6 +261,21 @@ class StoreContract:
             check_equal(store, tables[0].group, expected)
             assert store.stats().rows == len(expected)
 
+    def test_a_scan_of_some_ids_of_one_table(self, store: Store) -> None:
+        """Both ends belong to it; a range from end to end is everything, an empty one nothing."""
+        with store:
+            tables = [store.open_table(name, schema_of(2)) for name in "ab"]
+            for table in tables:
+                store.put(RowIds.of(table, EXTREME_IDS), random_rows(np.random.default_rng(table.number), 9, table))
+            rows = contents(store, tables[0].group)
+            for first, last in [(-5, 2**31), (-(2**63), 2**63 - 1), (0, 0), (1, 0), (2**62, 2**63 - 1)]:
+                for which in (None, tables[0].number):
+                    seen: Rows = {}
+                    for block, data in store.scan(tables[0].group, table=which, first_id=first, last_id=last):
+                        seen |= {row: content.tobytes() for row, content in zip(named(block), data, strict=True)}
+                    expected = {row for row in rows if first <= row[1] <= last and which in (None, row[0])}
+                    assert seen == {row: rows[row] for row in expected}
+
     def test_scan_refuses_to_go_on_after_a_change(self, store: Store) -> None:
         """Rather than give a row twice or leave one out."""
         with store:
@@ -318,6 +334,28 @@ class StoreContract:
         ):
             with pytest.raises(StoreClosedError, match="closed"):
                 verb()
+
+    def test_a_scan_beside_a_put_gives_every_row_once_or_fails(self, store: Store) -> None:
+        """Rows that another thread replaces are neither missing from it nor in it twice."""
+        with store:
+            table = store.open_table("t", schema_of(2))
+            rows, data = RowIds.of(table, np.arange(3000)), np.zeros((3000, 8), np.uint8)
+            store.put(rows, data)
+            barrier = Barrier(2)
+
+            def write() -> None:
+                barrier.wait()
+                for _ in range(40):
+                    store.put(rows, data)
+
+            writer = Thread(target=write)
+            writer.start()
+            barrier.wait()
+            while writer.is_alive():
+                with contextlib.suppress(StoreChangedError):
+                    assert len(contents(store, table.group)) == 3000
+            writer.join()
+            assert len(contents(store, table.group)) == 3000
 
     def test_threads_see_whole_rows(self, store: Store) -> None:
         """Two writers and two readers of the same ids: a row read is one that somebody put."""

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.heap_store import HeapStore
+from storage.interrupts import Uninterrupted
 from storage.schema import RowSchema
 from storage.store import RowIds, Store
 from tiered_emb.init import Initializer
-from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.plan import Ids, Rows, TableNumbers
 
 

@@ -24,6 +24,7 @@ import torch
 
 from storage.errors import StoreClosedError
 from storage.heap_store import HeapStore
+from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.schema import Column, RowSchema, table_number
 from storage.store import Store, TableRef
@@ -35,7 +36,6 @@ from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
 from tiered_emb.errors import ConfigError, TierCapacityError
 from tiered_emb.group import MOVE_BYTES, TableGroup
-from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
@@ -43,7 +43,7 @@ from tiered_emb.progress import Progress, note_of, progress_of
 from tiered_emb.tier import Slab, Tier, directory_bytes
 from tiered_emb.workers import WorkerPool
 
-_LEAST_BUFFER_BYTES = 1 << 15  # a Store's write buffer is a sixteenth of the host budget, within these
+_LEAST_BUFFER_BYTES = 1 << 14  # a Store's write buffer is a sixteenth of the host budget, within these
 _MOST_BUFFER_BYTES = 1 << 24
 _LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored
 _ENGINES: dict[str | int, Engine] = {}
@@ -212,7 +212,9 @@ class Engine:
         """What our Store will take for so many new groups: its write buffer, or segments of each group beyond it."""
         if not isinstance(self.store, LmdbStore):
             return 0
-        segments = 3 * self.store.config.segment_bytes * (len(self.groups) + new)
+        compacts = self.store.config.compact_bytes_per_s != 0
+        more = 4 if compacts and not self.groups else 0  # that compaction fills and commits
+        segments = (3 * (len(self.groups) + new) + more) * self.store.config.segment_bytes * 5 // 4
         return max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
 
     def _share(self, schema: RowSchema) -> float:
@@ -380,5 +382,6 @@ def _open_store(config: TierConfig) -> tuple[Store, bool]:
         return config.store, False
     buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
     segment = max(_LEAST_BUFFER_BYTES // 2, min(1 << 20, buffer // 8))  # every group fills some of its own
-    sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer)
+    rate = 0 if buffer == _LEAST_BUFFER_BYTES else None  # a tiny budget has no room for compaction's buffers
+    sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer, compact_bytes_per_s=rate)
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True

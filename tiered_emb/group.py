@@ -36,12 +36,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from storage.interrupts import Uninterrupted
 from storage.schema import RowSchema
 from storage.store import Store
 from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gradients
-from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers, Victims

@@ -27,12 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
+from storage.interrupts import Uninterrupted
 from tiered_emb.config import Mode
 from tiered_emb.errors import InvalidBatchError, ModuleClosedError, PlanReleasedError
 from tiered_emb.gradients import Use
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import Ends, check_ends, check_range, listed
-from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Plan
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from storage.errors import StoreClosedError
+from storage.interrupts import Uninterrupted
 from storage.store import TableRef
 from tiered_emb.config import TableConfig, TierConfig, as_int
 from tiered_emb.engine import Engine
 from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import checked_ids, kind_of, listed
-from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.lookup import Question, Updates, UpdateTime, forget_failed_passes
 from tiered_emb.metrics import EngineStats
 from tiered_emb.optim import RowRule, RowwiseAdagrad

@@ -20,6 +20,10 @@ class StoreConfig:
             group needs room for one segment all the same.
         map_size_bytes: greatest size of the data file; address space, not disk.
         index_shards: parts of the index that grow alone, a power of two; None = by the sizes of buffer and store.
+        compact_bytes_per_s: most bytes a second that compaction may write; None = what keeping to max_space_ratio
+            takes, 0 = it never runs by itself.
+        max_space_ratio: bytes of the data file for each byte of a live row as put, beyond which segments are compacted;
+            more than 1.2. A smaller ratio costs more writing.
 
     Raises:
         StoreConfigError: a size that makes no sense.
@@ -29,6 +33,8 @@ class StoreConfig:
     write_buffer_bytes: int = 16 << 20
     map_size_bytes: int = 1 << 40
     index_shards: int | None = None
+    compact_bytes_per_s: int | None = None
+    max_space_ratio: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("segment_bytes", "write_buffer_bytes", "map_size_bytes"):
@@ -38,6 +44,11 @@ class StoreConfig:
         shards = self.index_shards
         if shards is not None and not (2 <= shards <= MAX_SHARDS and shards & (shards - 1) == 0):
             raise StoreConfigError(f"index_shards={shards}: expected a power of two from 2 to {MAX_SHARDS}, or None")
+        rate = self.compact_bytes_per_s
+        if rate is not None and (not isinstance(rate, int) or rate < 0):
+            raise StoreConfigError(f"compact_bytes_per_s={rate!r}: expected a whole number of bytes, 0, or None")
+        if not self.max_space_ratio > 1.2:
+            raise StoreConfigError(f"max_space_ratio={self.max_space_ratio!r}: expected a number above 1.2")
 
     @property
     def filled_bytes(self) -> int:

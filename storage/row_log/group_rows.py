@@ -1,15 +1,21 @@
 """GroupRows: the rows of one group - its index, its segment table and the segments not yet committed.
 
 Rows become readable when they are appended, durable when the segment they are in is committed. A segment is first
-`open` (being filled), then `sealed` (its bytes final, still in memory), then committed, when its line of the segment
-table is pointed into the memory map and its buffer let go. If a commit fails, sealed segments simply stay.
+`open` (being filled by puts) or `moving` (being filled by compaction), then `sealed` (its bytes final, still in
+memory), then committed, when its line of the segment table is pointed into the memory map and its buffer let go. If a
+commit fails, sealed segments simply stay.
 
-Owned by the store's lock. This class calls no LMDB and decides nothing about when to commit: the store hands it
-buffers, takes sealed segments and tells it where they were put.
+Everything here is guarded by the store's lock, which `get`, `append` and `bury` take block by block, and hold only
+while the index is read or changed: rows are copied out without it, except by a scan, which holds it for a block of
+rows. Places stay good meanwhile since whoever reads
+holds a pin (`row_log.pins`), and a line of the segment table changes by whole words, each of which leads to the same
+bytes. This class calls no LMDB and decides nothing about when to commit: the writer hands it buffers, takes sealed
+segments and tells it where they were put.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +31,14 @@ from storage.row_log.gather import (
     SHARD_FULL,
     append_rows,
     append_tombstones,
-    bury,
     find_places,
     gather,
     live_rows,
-    replay,
+    match_ids,
     settle,
 )
 from storage.row_log.lmdb_pages import bytes_at
+from storage.row_log.lock import StoreLock
 from storage.row_log.pages import PageAdvisor
 from storage.row_log.places import (
     CODES,
@@ -51,9 +57,10 @@ from storage.row_log.places import (
 from storage.row_log.raw import row_step
 from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, segment_size, stride_of
 from storage.row_log.write_buffer import WriteBuffer
-from storage.store import Mask, RowBytes, RowIds
+from storage.store import IdRange, Mask, RowBytes, RowIds
 
-BLOCK_ROWS = 8192
+BLOCK_ROWS = 8192  # that a get looks up at once, and asks for together
+_WRITTEN_ROWS = 1024  # that a put works on at once, so that what it needs of index and ids stays in the second cache
 _SCAN_ROWS = 4096
 _ID_BYTES = np.uint64(8)
 
@@ -83,42 +90,58 @@ class GroupRows:
         row_bytes: bytes of a row as put.
         shards: of the index.
         where: the store's path, for messages.
+        lock: the store's; None = one of its own.
 
     Attributes:
         tables: the group's table numbers, sorted.
         stride: stored bytes of a row.
-        open, sealed: the segment being filled, and those whose bytes are final but not committed.
+        seen_epoch: the last change that was replayed; of this group there is none before it that was not.
+        open, moving, sealed: the segments being filled, and those whose bytes are final but not committed.
         spare: buffers of committed segments, for the next ones.
+        buffered_bytes: host memory of all buffers, also of those that a reader still holds.
+        dying: slots that will be deleted.
     """
 
-    def __init__(self, group: int, row_bytes: int, shards: int, where: str) -> None:
+    def __init__(self, group: int, row_bytes: int, shards: int, where: str, lock: StoreLock | None = None) -> None:
         self.group = group
         self.row_bytes = row_bytes
         self.index = IdIndex(shards)
         self.segments = SegmentTable()
+        self.seen_epoch = 0
         self.open: WriteBuffer | None = None
+        self.moving: WriteBuffer | None = None
         self.spare: list[WriteBuffer] = []
         self.sealed: list[tuple[WriteBuffer, memoryview]] = []
+        self.buffered_bytes = 0
+        self.dying: set[int] = set()
         self.tables: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self.stride = stride_of(row_bytes)
         self._stride = np.uint64(self.stride)
         self._where = where
+        self.lock = lock or StoreLock()
         self._pages = PageAdvisor()
 
     def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
-        """As `Store.get`; the arguments have been checked."""
+        """As `Store.get`; the arguments have been checked. Requires: a pin, and not the lock."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         places = np.empty(min(len(ids), BLOCK_ROWS), np.uint64)
         for first in range(0, len(ids), BLOCK_ROWS):
             part = slice(first, first + BLOCK_ROWS)
             block = places[: len(ids[part])]
-            find_places(self.index.table, self.index.shift, tables[part], ids[part], block)
-            self._pages.before_rows(self.segments.lines, self._stride, block)
-            self._copy(tables[part], ids[part], block, out[part], found[part])
-            self._pages.after_rows()
+            segments = self._find(tables[part], ids[part], block)
+            faults = self._pages.before_rows(segments.lines, self._stride, block)
+            self._copy(segments, tables[part], ids[part], block, out[part], found[part])
+            self._pages.after_rows(faults)
+
+    def _find(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], places: NDArray[np.uint64]) -> SegmentTable:
+        """Fill in places; the segment table that they refer to."""
+        with self.lock:
+            find_places(self.index.table, self.index.shift, tables, ids, places)
+            return self.segments
 
     def _copy(
         self,
+        segments: SegmentTable,
         tables: NDArray[np.uint32],
         ids: NDArray[np.int64],
         places: NDArray[np.uint64],
@@ -126,13 +149,17 @@ class GroupRows:
         found: Mask,
     ) -> None:
         """Copy the rows at places to `out`, or raise CorruptRowError."""
-        lines, address, step = self.segments.lines, np.uint64(out.ctypes.data), row_step(out)
-        if not gather(lines, self._stride, tables, ids, places, address, step, self.row_bytes, found):
+        address, step, width = np.uint64(out.ctypes.data), row_step(out), self.row_bytes
+        suspects, _ = gather(segments.lines, self._stride, tables, ids, places, address, step, width, found)
+        if not suspects:
             return
-        table, shift = self.index.table, self.index.shift
-        damaged = settle(table, shift, lines, self._stride, tables, ids, places, address, step, self.row_bytes, found)
-        if damaged:
-            self._raise_damaged(damaged)
+        with self.lock:
+            if segments is not self.segments:  # a reader has started over meanwhile
+                self._find(tables, ids, places)
+            table, shift, lines = self.index.table, self.index.shift, self.segments.lines
+            damaged = settle(table, shift, lines, self._stride, tables, ids, places, address, step, width, found)
+            if damaged:
+                self._raise_damaged(damaged)
 
     def _raise_damaged(self, place: np.uint64) -> None:
         table, id = _who(self.segments.lines, place)
@@ -155,9 +182,11 @@ class GroupRows:
         """As `Store.put`; `open_buffer` gives the segment to fill, and may raise what a commit raises."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        for first in range(0, len(ids), BLOCK_ROWS):
-            part = slice(first, first + BLOCK_ROWS)
-            self._append_block(tables[part], ids[part], data[part], open_buffer)
+        for first in range(0, len(ids), _WRITTEN_ROWS):
+            part = slice(first, first + _WRITTEN_ROWS)
+            with self.lock:
+                self._append_block(tables[part], ids[part], data[part], open_buffer)
+            self.lock.give_way()
 
     def _append_block(
         self,
@@ -166,7 +195,8 @@ class GroupRows:
         data: RowBytes,
         open_buffer: Callable[[GroupRows], WriteBuffer],
     ) -> None:
-        places = self._places(tables, ids)
+        places, matched = self._places(tables, ids), np.empty(len(ids), np.bool_)
+        match_ids(self.segments.lines, tables, ids, places, matched)
         address, step = np.uint64(data.ctypes.data), row_step(data)
         done = 0
         while done < len(ids):
@@ -181,6 +211,7 @@ class GroupRows:
                 tables,
                 ids,
                 places,
+                matched,
                 address,
                 step,
                 self.row_bytes,
@@ -192,9 +223,11 @@ class GroupRows:
         """As `Store.delete`."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        for first in range(0, len(ids), BLOCK_ROWS):
-            part = slice(first, first + BLOCK_ROWS)
-            self._bury_block(tables[part], ids[part], open_buffer)
+        for first in range(0, len(ids), _WRITTEN_ROWS):
+            part = slice(first, first + _WRITTEN_ROWS)
+            with self.lock:
+                self._bury_block(tables[part], ids[part], open_buffer)
+            self.lock.give_way()
 
     def _bury_block(
         self, tables: NDArray[np.uint32], ids: NDArray[np.int64], open_buffer: Callable[[GroupRows], WriteBuffer]
@@ -235,15 +268,25 @@ class GroupRows:
 
     def seal(self, store: bytes) -> None:
         """Finish the open segment, if it has rows; `store` is the store's uuid."""
-        if self.open is None:
+        buffer, self.open = self.open, None
+        if buffer is None:
             return
-        if not self.open_rows:  # its number is older than the next state's, so later rows must not go into it
-            self.segments.give_back(self.open.slot)
-            self.spare.append(self.open)
-            self.open = None
+        if self.segments.lines[buffer.slot, COUNT]:
+            self.sealed.append((buffer, buffer.seal(self.segments, self.group, self.tables, store)))
+        else:  # its number is older than the next state's, so later rows must not go into it
+            self.segments.give_back(buffer.slot)
+            self.spare.append(buffer)
+
+    def seal_moving(self, store: bytes) -> None:
+        """Finish the segment that compaction fills, if it has rows."""
+        buffer, self.moving = self.moving, None
+        if buffer is None:
             return
-        self.sealed.append((self.open, self.open.seal(self.segments, self.group, self.tables, store)))
-        self.open = None
+        if self.segments.lines[buffer.slot, COUNT]:
+            self.sealed.append((buffer, buffer.seal(self.segments, self.group, self.tables, store)))
+        else:
+            self.segments.give_back(buffer.slot)
+            self.buffered_bytes -= buffer.bytes
 
     def adopt(self, header: SegmentHeader, address: int, slot: int | None = None) -> int:
         """Point a slot (a new one, or the one it was filled in) at a committed segment; the slot."""
@@ -258,74 +301,75 @@ class GroupRows:
         line[COUNT] = header.rows | header.tombstones << 32
         return slot
 
-    def replay(self, slot: int, last_epoch: int, *, doubtful: bool) -> None:
-        """Take the rows of an adopted segment into the index; `bury_replayed` ends a series of these.
-
-        Args:
-            doubtful: whether other segments were adopted some time ago, so that their ids may be damaged by now.
-        """
-        at, status, stride = 0, SHARD_FULL, self._stride if doubtful else None
-        while status == SHARD_FULL:
-            table, shift, lines = self.index.table, self.index.shift, self.segments.lines
-            at, status, shard = replay(table, shift, lines, stride, slot, last_epoch, at)
-            self._make_room(status, shard)
-
     def forget(self) -> None:
-        """Drop all rows and segments, to replay them from the start."""
+        """Drop all rows and segments, to replay them from the start; who still reads has the old ones."""
         self.index = IdIndex(len(self.index.table))
         self.segments = SegmentTable()
+        self.seen_epoch = 0
 
-    def bury_replayed(self) -> None:
-        """Take tombstones out of the index once all segments were replayed."""
-        for slot in self.segments.slots():
-            if self.segments.lines[slot, COUNT] >> 32:
-                bury(self.index.table, self.index.shift, self.segments.lines, slot)
-
-    def live_block(self, slot: int, start: int) -> tuple[int, tuple[RowIds, RowBytes] | None]:
+    def live_block(self, slot: int, start: int, which: IdRange) -> tuple[int, tuple[RowIds, RowBytes] | None]:
         """Live rows of one segment from row `start` on: the row to go on at (-1 = none is left), and some rows.
 
         Raises:
             CorruptRowError, CorruptSegmentError: a row is damaged, or the stored ids are, since they were first read.
         """
-        if start == 0 and slot not in self._slots_in_memory():
-            self._check_ids(slot)
+        if start == 0 and slot not in self.slots_in_memory():
+            self.check_ids(slot)
         tables, ids = np.empty(_SCAN_ROWS, np.uint32), np.empty(_SCAN_ROWS, np.int64)
         places = np.empty(_SCAN_ROWS, np.uint64)
-        at, n = live_rows(self.index.table, self.index.shift, self.segments.lines, slot, start, tables, ids, places)
-        at = -1 if at == int(self.segments.lines[slot, COUNT]) & 0xFFFFFFFF else at
+        table, shift, lines = self.index.table, self.index.shift, self.segments.lines
+        at, n = live_rows(table, shift, lines, slot, start, *which, tables, ids, places)
+        at = -1 if at == int(lines[slot, COUNT]) & 0xFFFFFFFF else at
         if n == 0:
             return at, None
         out, found = np.empty((n, self.row_bytes), np.uint8), np.empty(n, np.bool_)
-        self._pages.ask(self.segments.lines, ROWS, self._stride, places[:n])
-        self._copy(tables[:n], ids[:n], places[:n], out, found)
+        self._pages.ask(lines, ROWS, self._stride, places[:n])
+        self._copy(self.segments, tables[:n], ids[:n], places[:n], out, found)
         return at, (RowIds(self.group, tables[:n], ids[:n]), out)
 
     def dead_slots(self) -> list[int]:
-        """Committed segments of which nothing is needed: no live row, no tombstone that still hides an older row."""
+        """Committed segments of which nothing is needed: no live row, no tombstone that still hides an older row.
+
+        That is for a state which comes with all segments that are still in memory: rows may have been moved to them.
+        """
         lines, slots = self.segments.lines, self.segments.slots()
-        idle = self._slots_in_memory()
-        no_row = [int(slot) for slot in slots if lines[slot, LIVE] == 0 and int(slot) not in idle]
-        dead = [slot for slot in no_row if lines[slot, COUNT] >> 32 == 0]
-        for slot in no_row:  # oldest first: one that goes lets the next one go
-            gone = np.isin(slots, [*dead, slot])
-            if slot not in dead and (lines[slots[~gone], EPOCH] > lines[slot, NUMBER]).all():
-                dead.append(slot)
-        return dead
+        kept = np.fromiter(self.dying | self.slots_in_memory(), np.int64)
+        idle = slots[(lines[slots, LIVE] == 0) & ~np.isin(slots, kept)]
+        hiding = lines[idle, COUNT] >> 32 != 0
+        dead: list[int] = idle[~hiding].tolist()
+        return dead + self._without_older(idle[hiding], slots[~np.isin(slots, dead)])
 
-    def _slots_in_memory(self) -> set[int]:
+    def _without_older(self, hiding: NDArray[np.int64], others: NDArray[np.int64]) -> list[int]:
+        """Those segments of tombstones, oldest first, that began before every other segment's oldest row."""
+        lines, gone = self.segments.lines, 0
+        for slot in hiding:
+            rest = others[~np.isin(others, hiding[: gone + 1])]
+            if (lines[rest, EPOCH] <= lines[slot, NUMBER]).any():
+                break  # what keeps this one keeps the newer ones
+            gone += 1
+        without: list[int] = hiding[:gone].tolist()
+        return without
+
+    def segment_bytes(self) -> NDArray[np.int64]:
+        """About how many bytes of the file the segment in each slot takes, 0 for free slots."""
+        lines = self.segments.lines
+        rows = lines[:, COUNT] & 0xFFFFFFFF
+        pages = -(-(HEADER_BYTES + 16 + rows * (self.stride + 4)) // mmap.PAGESIZE)
+        return np.where(lines[:, NUMBER] > 0, pages * mmap.PAGESIZE, 0)
+
+    def slots_in_memory(self) -> set[int]:
         """Slots of segments that are not committed."""
-        return {buffer.slot for buffer, _ in self.sealed} | ({self.open.slot} if self.open else set())
+        filling = {buffer.slot for buffer in (self.open, self.moving) if buffer is not None}
+        return filling | {buffer.slot for buffer, _ in self.sealed}
 
-    def _check_ids(self, slot: int) -> None:
-        """Verify header and ids of a committed segment once more, before ids are believed that nothing else proves."""
+    def check_ids(self, slot: int) -> None:
+        """Verify header and ids of a committed segment once more, before ids are believed that nothing else proves.
+
+        Raises:
+            CorruptSegmentError: they are damaged.
+        """
         number, address = int(self.segments.lines[slot, NUMBER]), int(self.segments.lines[slot, IDS]) - HEADER_BYTES
         read_header(bytes_at(address, segment_size(bytes_at(address, HEADER_BYTES))), number, self._where)
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Host memory of buffers, spare ones included."""
-        held = [buffer for buffer, _ in self.sealed] + self.spare + ([self.open] if self.open else [])
-        return sum(buffer.bytes for buffer in held)
 
     @property
     def memory_bytes(self) -> int:

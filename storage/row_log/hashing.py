@@ -3,7 +3,7 @@
 `mix` spreads ids over the index. `row_seed` keys a row's checksum: equal bytes under another id have another
 checksum, so one comparison proves that a row is whole and that it is the one asked for. The two are unrelated, so
 that ids which meet in the index do not meet in the checksum too. `row_seed` and `xxh64` are part of the byte format;
-`mix` lives in memory only and may change.
+`mix` lives in memory and in the saved index, whose version must change with it.
 
 The checksum is XXH64 (Yann Collet, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) over whole 8-byte
 words: rows are padded with zeros to a multiple of 8 bytes. Damage within one word is always found, since every step

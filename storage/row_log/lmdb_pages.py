@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
+from storage.row_log.lmdb_check import run_begins
+from storage.row_log.lmdb_nodes import PAGE_HEADER_BYTES
 
 _NODE = struct.Struct("<HHHH")
-_PAGE_HEADER_BYTES = 16
 _BIG_DATA = 1
 
 
@@ -35,18 +36,40 @@ def place_of_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, i
     Raises:
         CorruptSegmentError: the value is not a large one within the file, so it is no segment of ours.
     """
+    first, page, size = _large_value(key, page_bytes, pages)
+    return first + page * page_bytes + PAGE_HEADER_BYTES, size
+
+
+def check_run(key: memoryview, page_bytes: int, pages: int) -> None:
+    """Check the header in front of the value stored under a key, which LMDB believes when it frees the value's pages.
+
+    Arguments as of `place_of_value`.
+
+    Raises:
+        CorruptSegmentError: as `place_of_value`, or the header is another one.
+    """
+    first, page, size = _large_value(key, page_bytes, pages)
+    header = ctypes.string_at(first + page * page_bytes, PAGE_HEADER_BYTES)
+    if not run_begins(header, page, (PAGE_HEADER_BYTES - 1 + size) // page_bytes + 1):
+        raise CorruptSegmentError(
+            f"page {page} of data.mdb, the first of segment {int.from_bytes(key, 'big')}, has a damaged header: "
+            "the segment cannot be deleted; restore the file from a copy"
+        )
+
+
+def _large_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, int, int]:
+    """The address of page 0, the first page of a value and its size."""
     at = np.frombuffer(key, np.uint8).ctypes.data
     low, high, flags, key_bytes = _NODE.unpack(ctypes.string_at(at - _NODE.size, _NODE.size))
     size = low | high << 16
     page = int.from_bytes(ctypes.string_at(at + len(key), 8), "little")
-    last = page + (_PAGE_HEADER_BYTES + size - 1) // page_bytes
+    last = page + (PAGE_HEADER_BYTES + size - 1) // page_bytes
     if key_bytes != len(key) or not flags & _BIG_DATA or last >= pages:
         raise CorruptSegmentError(
             f"segment {bytes(key).hex()} has no pages of its own in data.mdb: the file is damaged"
         )
     leaf = at - at % page_bytes
-    first = leaf - int.from_bytes(ctypes.string_at(leaf, 8), "little") * page_bytes
-    return first + page * page_bytes + _PAGE_HEADER_BYTES, size
+    return leaf - int.from_bytes(ctypes.string_at(leaf, 8), "little") * page_bytes, page, size
 
 
 def bytes_at(address: int, size: int) -> NDArray[np.uint8]:

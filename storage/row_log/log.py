@@ -1,30 +1,34 @@
-"""RowLog: segments and the state record as values of one LMDB environment. The only file that calls LMDB.
+"""RowLog: segments, the state and records of commits in one LMDB environment. The only file that opens LMDB.
 
-Two databases: `segments` (segment number, 8 bytes big endian -> segment) and `states` (b"store" -> uuid, b"head" ->
-`State`).
+Three databases: `segments` (segment number, 8 bytes big endian -> segment), `states` (b"store" -> uuid, b"head" ->
+`State`, b"closed" -> the token of a clean close) and `commits` (commit number, 8 bytes big endian -> `CommitRecord`),
+which a store of earlier programs lacks until the next writer opens it.
 
 Invariants:
 
-- One commit is one transaction: some new segments, some dead ones deleted, perhaps a new state; all of it or nothing.
+- One commit is one transaction: some new segments, some dead ones deleted, perhaps a new state, and the record of all
+  that; all of it or nothing.
 - A segment takes pages of its own (LMDB's overflow pages), so its address stays as long as it lives.
 - Never `writemap` or `map_async`; `readahead=False`, since rows are read at random; every commit is synced. With
   durability "snapshot" the sync of LMDB's meta page is left to the next commit, except at a flush.
 - LMDB knows of a reader through lock.mdb; one that may not write that keeps writers away (`row_log.owner`). Readers
   that were killed are forgotten at each commit.
+- Nothing is read through LMDB before all its pages were checked (`row_log.lmdb_check`), and no run of pages is freed
+  before its header was.
 - Every error of LMDB becomes one of ours here.
 
-Not thread safe; the store's lock guards it. It knows nothing of ids and of what rows hold.
+Threads: one writes; any number may be inside `reading()` meanwhile, each with the transaction it got there. It knows
+nothing of ids and of what rows hold.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import resource
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +36,41 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import (
-    NO_ROOM,
-    CorruptSegmentError,
-    NotAStoreError,
-    StorageError,
-    StoreFullError,
-    StoreIOError,
-    StoreLockedError,
-    disk_error,
-)
-from storage.row_log.lmdb_pages import bytes_at, place_of_value
+from storage.errors import CorruptSegmentError, NotAStoreError, StorageError, StoreIOError, disk_error
+from storage.row_log.commits import CommitRecord, Totals, commit_key, thinned, walk
+from storage.row_log.lmdb_check import check_meta_pages, check_pages
+from storage.row_log.lmdb_errors import has_no_room, has_readers, oldest_reader, translate
+from storage.row_log.lmdb_pages import bytes_at, check_run, place_of_value
 from storage.row_log.manifest import DATA_NAME, LOCK_NAME
 from storage.row_log.owner import DataFileShare
 from storage.row_log.state import State
 
-_LOOSE_PAGES = 16  # pages at the end of the file that LMDB may have counted and never written
+_CHECKS = 1000  # begun beside a live writer until one is not overtaken by two of its commits
 _LOCK_BYTES = 8192
 _TREE_BYTES = 1 << 18  # what a transaction writes beside its segments, at most about
 _DATABASES = frozenset({b"segments", b"states"})
-_FULL_TEXTS = tuple(os.strerror(code) for code in NO_ROOM)
-_DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
+_ADDED_DATABASE = b"commits"  # a writer makes it in a store of earlier programs
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What one transaction changes: segments by number, numbers of segments to delete, a new head."""
+    """What one transaction changes.
+
+    Attributes:
+        segments: new ones, by number.
+        deletes: numbers of segments to delete.
+        state: a new head.
+        totals: what the record of this commit says; None = as the one before.
+        token: 16 bytes that stay until the next commit and tell that nothing was committed since.
+        went_back: whether the deleted segments are what came after a state, so that older rows count again.
+    """
 
     segments: tuple[tuple[int, memoryview], ...] = ()
     deletes: tuple[int, ...] = ()
     state: State | None = None
+    totals: Totals | None = None
+    token: bytes | None = None
+    went_back: bool = False
 
 
 class RowLog:
@@ -76,7 +85,6 @@ class RowLog:
 
     Attributes:
         page_bytes: size of LMDB's pages.
-        repaired: the file ended before its last pages, which may or may not have held anything: verify all rows.
     """
 
     def __init__(
@@ -86,7 +94,9 @@ class RowLog:
         self._data = directory / DATA_NAME
         self._lock = directory / LOCK_NAME
         self._sync_meta = sync_meta
+        self._read_only = read_only
         self._share: DataFileShare | None = None
+        self._env: Any = None
         if self._may_lock():
             self._reserve_lock_file()
         elif read_only:
@@ -94,6 +104,8 @@ class RowLog:
         if create:
             self._begin_again()
         with self._translated("opened", _TREE_BYTES):
+            if self._data.exists() and self._data.stat().st_size:
+                check_meta_pages(self._data)
             self._env = lmdb.open(
                 str(directory),
                 map_size=map_size_bytes,
@@ -105,11 +117,13 @@ class RowLog:
                 lock=self._share is None,
             )
         try:
+            self._env.reader_check()  # readers that were killed keep their places in lock.mdb, of which there are few
             self._inode = self._data.stat().st_ino
             self.page_bytes: int = self._env.stat()["psize"]
-            self._check_meta_pages()
-            self.repaired = self._check_length(read_only)
+            self._check_pages()
             self._segments, self._states = self._open_databases(create)
+            self._commits: Any = None
+            self.find_commits()
         except BaseException:
             self._env.close()
             raise
@@ -119,34 +133,13 @@ class RowLog:
         if self._data.exists() and self._data.stat().st_size < 2 * mmap.PAGESIZE:
             os.truncate(self._data, 0)
 
-    def _check_meta_pages(self) -> None:
-        """Refuse a file whose newest transaction LMDB would mistake for an older one, with the rows of long ago.
-
-        LMDB has two meta pages, writes transaction N into page N % 2, believes the greater number and proves nothing.
-        """
-        with open(self._data, "rb") as file:
-            pages = file.read(2 * self.page_bytes)
-        even, odd = (int.from_bytes(pages[at + 144 : at + 152], "little") for at in (0, self.page_bytes))
-        whole = even % 2 == 0 and odd % 2 == 1 and abs(even - odd) == 1
-        if not whole and (even or odd):  # both are 0 in a new file
-            raise CorruptSegmentError(
-                f"{self._data} has meta pages of transactions {even} and {odd}, and not of one and the next: "
-                "the file is damaged, restore it from a copy"
-            )
-
-    def _check_length(self, read_only: bool) -> bool:
-        """Refuse a data file that was cut short: touching a page behind its end would kill the process."""
-        size, needed = self._data.stat().st_size, (self._env.info()["last_pgno"] + 1) * self.page_bytes
-        if size >= needed:
-            return False
-        loose = size % self.page_bytes == 0 and needed - size <= _LOOSE_PAGES * self.page_bytes
-        if not loose or read_only:
-            raise CorruptSegmentError(
-                f"{self._data} has {size} bytes, {needed - size} fewer than it was written with: it was cut short; "
-                "restore it from a copy"
-            )
-        os.truncate(self._data, needed)
-        return True
+    def _check_pages(self) -> None:
+        """Check all pages of LMDB's own before any is read through it."""
+        for _ in range(_CHECKS):
+            with self.reading() as txn:
+                if check_pages(self._data, self.transaction(txn)):
+                    return
+        raise StoreIOError(f"{self._data} could not be checked: {_CHECKS} times a commit came in between; try again")
 
     def _may_lock(self) -> bool:
         """Whether lock.mdb, in which readers register with LMDB, can be written."""
@@ -159,7 +152,7 @@ class RowLog:
         """
         if self._lock.exists() and self._lock.stat().st_size >= _LOCK_BYTES:
             return
-        with self._translated("opened"), open(self._lock, "ab") as file:
+        with self._translated("opened"), open(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, _LOCK_BYTES)
 
     def _open_databases(self, create: bool) -> tuple[Any, Any]:
@@ -170,7 +163,7 @@ class RowLog:
         """
         with self.reading() as txn:
             names = {bytes(name) for name in txn.cursor().iternext(keys=True, values=False)}
-        if not (names <= _DATABASES if create else names >= _DATABASES):
+        if not (names <= _DATABASES | {_ADDED_DATABASE} if create else names >= _DATABASES):
             raise NotAStoreError(
                 f"{self._data} is an LMDB environment with {len(names)} entries, and not of a store: "
                 "expected a store, an empty directory or a new path"
@@ -179,8 +172,14 @@ class RowLog:
             segments, states = (self._env.open_db(name, create=create) for name in sorted(_DATABASES))
         return segments, states
 
+    def find_commits(self, create: bool = False) -> None:
+        """Look for the database of commit records, which later transactions can read then; or make it."""
+        if self._commits is None:
+            with self._translated("opened", _TREE_BYTES), suppress(lmdb.NotFoundError):
+                self._commits = self._env.open_db(_ADDED_DATABASE, create=create)
+
     def create(self, store: bytes) -> None:
-        """Make a new log: the uuid and the empty state.
+        """Make a new log: the uuid, the empty state, no commit.
 
         Raises:
             NotAStoreError: segments exist already; they belong to a store that lost its manifest.
@@ -194,9 +193,12 @@ class RowLog:
                 )
             txn.put(b"store", store, db=self._states)
             txn.put(b"head", State(0, 0, b"").pack(), db=self._states)
+        self.find_commits(create=True)
+        with self._translated("synced"):
+            self._env.sync(True)  # also LMDB's meta page: the manifest that is written next says that all this is there
 
     def check_identity(self, store: bytes) -> None:
-        """Refuse the data file of another store.
+        """Refuse the data file of another store; a writer adds to ours what earlier programs did not have.
 
         Raises:
             NotAStoreError: the uuid in data.mdb is not the manifest's.
@@ -208,12 +210,21 @@ class RowLog:
             raise NotAStoreError(
                 f"{self._data} belongs to store {other}, the manifest to {store.hex()}: they do not fit"
             )
+        self.find_commits(create=not self._read_only)
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
         """A read transaction; addresses of segments are good while it lasts, and for a writer as long as they live."""
-        with self._translated("read"), self._env.begin(buffers=True) as txn:
+        with self._translated("read"), self._begin_reading() as txn:
             yield txn
+
+    def _begin_reading(self) -> Any:
+        """LMDB has room for 126 readers, and those that were killed keep theirs until somebody looks."""
+        try:
+            return self._env.begin(buffers=True)
+        except lmdb.ReadersFullError:
+            self._env.reader_check()
+            return self._env.begin(buffers=True)
 
     def state(self, txn: Any) -> State:
         """The last complete state."""
@@ -240,6 +251,69 @@ class RowLog:
             raise CorruptSegmentError(f"segment {number} of {self._where} is gone: the data file is damaged")
         return bytes_at(*place_of_value(cursor.key(), self.page_bytes, self._env.info()["last_pgno"] + 1))
 
+    def segment_count(self, txn: Any) -> int:
+        """How many segments there are, without looking at them."""
+        return int(txn.stat(self._segments)["entries"])
+
+    def last_commit(self, txn: Any) -> CommitRecord | None:
+        """The record of the last commit; None if no commit left one."""
+        if self._commits is None:
+            return None
+        cursor = txn.cursor(db=self._commits)
+        if not cursor.last():
+            return None
+        return CommitRecord.unpack(bytes(cursor.value()), int.from_bytes(cursor.key(), "big"), self._where)
+
+    def last_commit_number(self, txn: Any) -> int | None:
+        """The number of the last commit, 0 if there was none; None if this log keeps no records of them."""
+        if self._commits is None:
+            return None
+        cursor = txn.cursor(db=self._commits)
+        return int.from_bytes(cursor.key(), "big") if cursor.last() else 0
+
+    def commits_since(self, txn: Any, number: int) -> list[CommitRecord] | None:
+        """Records of all commits after commit `number` (0 = the store's creation), oldest first.
+
+        Returns:
+            None if some of them are gone, or commit `number` is not one of this log: look at the whole log instead.
+        """
+        last = self.last_commit_number(txn)
+        if last is None or number > last:
+            return None
+        if last > number and txn.get(commit_key(number + 1), db=self._commits) is None:
+            return None
+        records = list(walk(txn.cursor(db=self._commits), number + 1, self._where))
+        return records if len(records) == last - number else None
+
+    def history(self, txn: Any) -> list[CommitRecord]:
+        """All records that are kept, oldest first; the older, the fewer."""
+        return [] if self._commits is None else list(walk(txn.cursor(db=self._commits), 0, self._where))
+
+    def closed_token(self, txn: Any) -> bytes | None:
+        """The token of the last commit; None if it had none."""
+        token = txn.get(b"closed", db=self._states)
+        return None if token is None else bytes(token)
+
+    def transaction(self, txn: Any) -> int:
+        """The number of the LMDB transaction whose result `txn` reads."""
+        return int(txn.id())
+
+    def newest_transaction(self) -> int:
+        """The number of the last transaction in the file, without LMDB, which a forked child may not use."""
+        with open(self._data, "rb", buffering=0) as file:
+            return max(int.from_bytes(os.pread(file.fileno(), 8, at + 144), "little") for at in (0, self.page_bytes))
+
+    def oldest_reader(self) -> tuple[int, int]:
+        """The reader in the middle of a verb that is furthest behind: its process, and by how many transactions.
+
+        The pages that it may read are not used again before it is done. (0, 0) if no reader is behind.
+        """
+        return oldest_reader(self._env)
+
+    def has_readers(self) -> bool:
+        """Whether other processes have the store open for reading and are known to LMDB."""
+        return has_readers(self._env)
+
     def commit(self, what: Commit) -> None:
         """One transaction, synced. After an error nothing of it happened.
 
@@ -247,6 +321,7 @@ class RowLog:
             StoreFullError, StoreIOError, CorruptSegmentError: as the module's docstring says.
         """
         self._check_present()
+        self._check_runs(what.deletes)
         self._env.reader_check()  # a reader killed in the middle of a verb would keep every page from here on
         needed = _TREE_BYTES + sum(len(segment) for _, segment in what.segments)
         with self._translated("written", needed), self._env.begin(write=True) as txn:
@@ -256,9 +331,35 @@ class RowLog:
                 txn.delete(number.to_bytes(8, "big"), db=self._segments)
             if what.state is not None:
                 txn.put(b"head", what.state.pack(), db=self._states)
+            if what.token is not None:
+                txn.put(b"closed", what.token, db=self._states)
+            else:
+                txn.delete(b"closed", db=self._states)
+            self._record(txn, what)
         if what.state is not None and not self._sync_meta:
             with self._translated("synced"):
                 self._env.sync(True)
+
+    def _check_runs(self, numbers: tuple[int, ...]) -> None:
+        """LMDB frees the pages that the header in front of a value names, whichever they are."""
+        if numbers:
+            with self.reading() as txn:
+                cursor, pages = txn.cursor(db=self._segments), self._env.info()["last_pgno"] + 1
+                for number in numbers:
+                    if cursor.set_key(commit_key(number)):
+                        check_run(cursor.key(), self.page_bytes, pages)
+
+    def _record(self, txn: Any, what: Commit) -> None:
+        """Write what a commit changes into its record, and let go of the record whose turn it is."""
+        last = self.last_commit(txn)
+        number = 1 if last is None else last.number + 1
+        totals = what.totals if what.totals is not None else Totals() if last is None else last.totals
+        new = tuple(segment for segment, _ in what.segments)
+        made_state, now = what.state is not None, time.time_ns() // 1000
+        record = CommitRecord(number, now, new, what.deletes, made_state, what.went_back, totals)
+        txn.put(commit_key(number), record.pack(), db=self._commits)
+        if thinned(number) > 0:
+            txn.delete(commit_key(thinned(number)), db=self._commits)
 
     def _check_present(self) -> None:
         """A file removed or replaced under the store takes commits without complaint, and loses them."""
@@ -286,30 +387,9 @@ class RowLog:
             yield
         except lmdb.Error as error:
             message = f"{self._where} could not be {verb}: {error}"
-            if os.strerror(EIO) in str(error) and self._has_no_room(needed):
-                raise StoreFullError(f"{message}; free space on its disk") from error
-            raise _translate(error, message) from error
+            no_room = has_no_room(self._data, needed)
+            raise translate(error, message, self._env, no_room=no_room) from error
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             raise disk_error(error, f"{self._where} could not be {verb}: {error}") from error
-
-    def _has_no_room(self, needed: int) -> bool:
-        """Whether so many bytes more do not fit: LMDB reports a write that was cut short by that as an I/O error."""
-        disk = os.statvfs(self._data.parent)
-        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        size = self._data.stat().st_size if self._data.exists() else 0
-        return disk.f_bavail * disk.f_frsize < needed or (largest != resource.RLIM_INFINITY and size + needed > largest)
-
-
-def _translate(error: lmdb.Error, message: str) -> StorageError:
-    text = str(error)
-    if isinstance(error, lmdb.MapFullError):
-        return StoreFullError(f"{message}; raise StoreConfig.map_size_bytes")
-    if isinstance(error, lmdb.DiskError) or any(full in text for full in _FULL_TEXTS):
-        return StoreFullError(f"{message}; free space on its disk")
-    if isinstance(error, _DAMAGED):
-        return CorruptSegmentError(f"{message}; the data file is damaged, restore it from a copy")
-    if "already open in this process" in text:
-        return StoreLockedError(f"{message}; use the store object that has it")
-    return StoreIOError(message)

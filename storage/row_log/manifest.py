@@ -21,7 +21,8 @@ from storage.schema import RowSchema
 FORMAT = "tiered-emb row log"
 VERSION = 1
 NAME, DATA_NAME, LOCK_NAME, OWNER_NAME = "manifest.json", "data.mdb", "lock.mdb", "owner"
-OUR_NAMES = frozenset({NAME, NAME + ".tmp", DATA_NAME, LOCK_NAME, OWNER_NAME})
+INDEX_NAME = "index"  # of the saved index, see `index_file`
+OUR_NAMES = frozenset({NAME, NAME + ".tmp", INDEX_NAME, INDEX_NAME + ".tmp", DATA_NAME, LOCK_NAME, OWNER_NAME})
 
 
 @dataclass

@@ -20,6 +20,7 @@ import os
 import socket
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from storage.errors import StoreLockedError
@@ -108,7 +109,8 @@ def _lock(descriptors: list[int], path: Path, flags: int, kind: int) -> bool:
 
 def _close_all(descriptors: list[int]) -> None:
     while descriptors:
-        os.close(descriptors.pop())
+        with suppress(OSError):  # of a file system that has gone; the descriptor is closed all the same
+            os.close(descriptors.pop())
 
 
 def _locker(path: Path) -> str:

@@ -6,7 +6,7 @@ costs that is in memory. So it is made only when it pays: `PageAdvisor` asks `mi
 pages, and makes the calls if any of those is missing, or if earlier batches had major faults although their samples
 were complete.
 
-Nothing here changes what is read. Owned by the store's lock.
+Nothing here changes what is read, so threads may share an advisor: at worst it asks once too often.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from storage.row_log.places import ROWS, row_of, slot_of
+from storage.row_log.places import IDS, ROWS, id_address, row_of, slot_of
 from storage.row_log.raw import load8, madvise, mincore, store8
 
-_SAMPLE = 32
+_SAMPLE = 16
 _FAULTS_TOLERATED = 8  # of a batch, before the next ones ask for their pages
 _WILLNEED = np.int32(3)
 _PAGE = np.uint64(mmap.PAGESIZE)
@@ -30,12 +30,22 @@ _PAGE_MASK = ~np.uint64(mmap.PAGESIZE - 1)
 _0, _1 = np.uint64(0), np.uint64(1)
 
 
+@njit(inline="always")
+def _address(segments: Any, column: Any, stride: Any, place: Any) -> Any:
+    """Where the row at a place, or the id stored with it, begins."""
+    return (
+        id_address(segments, place)
+        if column == IDS
+        else np.uint64(segments[slot_of(place), column]) + row_of(place) * stride
+    )
+
+
 @njit(nogil=True, cache=True)
 def _sample_is_resident(segments: Any, column: Any, stride: Any, places: Any, step: Any, state: Any) -> Any:
     """Whether the pages of every `step`-th place are in memory; `state` is the address of a spare byte."""
     for i in range(0, len(places), step):
         if places[i] != _0:
-            page = (np.uint64(segments[slot_of(places[i]), column]) + row_of(places[i]) * stride) & _PAGE_MASK
+            page = _address(segments, column, stride, places[i]) & _PAGE_MASK
             store8(state, _0)
             if mincore(page, _PAGE, state) != 0 or load8(state) & _1 == _0:
                 return False
@@ -49,7 +59,7 @@ def _will_need(segments: Any, column: Any, stride: Any, places: Any) -> None:
     for place in places:
         if place == _0:
             continue
-        row = np.uint64(segments[slot_of(place), column]) + row_of(place) * stride
+        row = _address(segments, column, stride, place)
         begin, end = row & _PAGE_MASK, ((row + stride - _1) & _PAGE_MASK) + _PAGE
         if begin > last or begin < first:
             if last > first:
@@ -71,29 +81,27 @@ class PageAdvisor:
 
     def __init__(self) -> None:
         self.batches_asked = 0
-        self._spare = np.zeros(8, np.uint8)
         self._wary = 0
-        self._faults = 0
 
     def resident(self, segments: NDArray[np.int64], column: int, stride: np.uint64, places: NDArray[np.uint64]) -> bool:
         """Whether a sample of what lies at places is in memory; `column` (ROWS or IDS) and `stride` say what does."""
-        step = max(1, len(places) // _SAMPLE)
-        return bool(_sample_is_resident(segments, column, stride, places, step, np.uint64(self._spare.ctypes.data)))
+        step, spare = max(1, len(places) // _SAMPLE), np.zeros(8, np.uint8)
+        return bool(_sample_is_resident(segments, column, stride, places, step, np.uint64(spare.ctypes.data)))
 
     def ask(self, segments: NDArray[np.int64], column: int, stride: np.uint64, places: NDArray[np.uint64]) -> None:
         """Put the reads of all pages in flight."""
         self.batches_asked += 1
         _will_need(segments, column, stride, np.sort(places))
 
-    def before_rows(self, segments: NDArray[np.int64], stride: np.uint64, places: NDArray[np.uint64]) -> None:
-        """Ask for the pages of rows that are about to be read, if it pays."""
+    def before_rows(self, segments: NDArray[np.int64], stride: np.uint64, places: NDArray[np.uint64]) -> int:
+        """Ask for the pages of rows that are about to be read, if it pays; pass what is returned to `after_rows`."""
         if self._wary or not self.resident(segments, ROWS, stride, places):
             self.ask(segments, ROWS, stride, places)
-        self._faults = _major_faults()
+        return _major_faults()
 
-    def after_rows(self) -> None:
+    def after_rows(self, faults: int) -> None:
         """Learn from the page faults since `before_rows`, which the same thread must have called."""
-        if _major_faults() - self._faults > _FAULTS_TOLERATED:
+        if _major_faults() - faults > _FAULTS_TOLERATED:
             self._wary = 4
         elif self._wary:
             self._wary -= 1

@@ -69,18 +69,40 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.int64), codegen
 
 
+def _prefetcher(locality: int) -> Any:
+    def prefetch(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            hints = [ir.Constant(_I32, hint) for hint in (0, locality, 1)]  # for reading; data
+            builder.call(function, [builder.inttoptr(args[0], _BYTES), *hints])
+            return context.get_dummy_value()
+
+        return types.void(types.uint64), codegen
+
+    return intrinsic(prefetch)
+
+
+# Ask for the cache line at an address; any address will do, nothing is read. The second brings it to the second cache
+# only, which can wait for more lines at a time.
+prefetch, prefetch_far = _prefetcher(3), _prefetcher(2)
+
+
 @intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address; any address will do, nothing is read."""
+def uncounted(typingctx: Any, array: Any) -> Any:
+    """The same array, which must outlive its use, without Numba's count of references to it.
+
+    In a loop with branches Numba counts an array up and down again whenever a helper gets it: two atomic operations,
+    which cost as much as a probe of the index. Kernels whose arguments belong to the caller need none of that.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        hints = [ir.Constant(_I32, hint) for hint in (0, 3, 1)]  # for reading, keep in all caches, data cache
-        builder.call(function, [builder.inttoptr(args[0], _BYTES), *hints])
-        return context.get_dummy_value()
+        plain = context.make_array(signature.return_type)(context, builder, args[0])
+        plain.meminfo = cgutils.get_null_value(plain.meminfo.type)
+        plain.parent = cgutils.get_null_value(plain.parent.type)
+        return plain._getvalue()
 
-    return types.void(types.uint64), codegen
+    return array(array), codegen
 
 
 def row_step(rows: NDArray[np.uint8]) -> np.uint64:

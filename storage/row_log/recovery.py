@@ -4,29 +4,63 @@ Of each id the newest epoch wins and tombstones hide what is older, whatever the
 any point leaves nothing to repair: what was committed is there and nothing else. A state's rows are those with epochs
 up to its own; later ones are passed over and reported, so that a store with durability "snapshot" can discard them.
 
-The same function lets a reader follow a writer: segments already known are left alone.
+A store that was closed left its index in a file (`row_log.index_file`), with which `open_log` spares the rest.
+`replay_log` starts from nothing. It first counts the ids, about, and reserves room in the index: growing it shard by
+shard would cost more than all the rest. `replay_segments` adds a few segments to what is there, for readers that
+follow a writer. By then tombstones were buried, and one may have been deleted since, so nothing in the index tells a
+row that is new from an old copy of a deleted one that compaction has moved. Epochs do: the rows of a group are first
+written in segments that are committed in the order of their numbers, so a reader has seen every change up to the
+greatest epoch it was shown (`GroupRows.seen_epoch`). A moved row up to that epoch is known to it, or was deleted.
+
+Owned by the store's lock. After an error of `replay_log` groups are empty, after one of `replay_segments` as before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
+from storage.row_log.gather import SHARD_FULL
 from storage.row_log.group_rows import GroupRows
+from storage.row_log.index_file import Stamp, load_index
 from storage.row_log.log import RowLog
+from storage.row_log.manifest import INDEX_NAME
 from storage.row_log.pages import ask_for
-from storage.row_log.places import NUMBER
+from storage.row_log.places import COUNT
+from storage.row_log.replay import bury, distinct_ids, replay
 from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, rows_offset
 
 LAST_EPOCH = (1 << 63) - 1
 _AHEAD = 32
+_NOTHING_SEEN = -1
+
+
+def open_log(
+    log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, store: bytes, where: Path
+) -> tuple[list[int], bool]:
+    """Fill groups: from the index file if the store was closed and nothing committed since, from the log otherwise.
+
+    Args:
+        where: the store's directory.
+
+    Returns:
+        As `replay_log`, and whether it was the file.
+    """
+    token = log.closed_token(txn)
+    if token is not None:
+        stamp = Stamp(store, token, log.transaction(txn))
+        if load_index(where / INDEX_NAME, groups, stamp, log.segments(txn)):
+            return [], True
+    return replay_log(log, txn, groups, last_epoch, store, str(where)), False
 
 
 def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, store: bytes, where: str) -> list[int]:
-    """Bring groups up to date with all segments of a read transaction.
+    """Fill groups with all segments of a read transaction; whatever they held is forgotten.
 
     Returns:
         Numbers of segments that hold only rows with epochs above `last_epoch`.
@@ -34,24 +68,90 @@ def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, 
     Raises:
         CorruptSegmentError: a segment is damaged, or is not of this store.
     """
-    known = {int(number) for group in groups for number in group.segments.lines[:, NUMBER]}
-    fresh = [(number, segment) for number, segment in log.segments(txn).items() if number not in known]
-    later: list[int] = []
-    for i, (number, segment) in enumerate(fresh):
-        if i % _AHEAD == 0:
-            _ask_for_ids([segment for _, segment in fresh[i : i + _AHEAD]])
-        header = read_header(segment, number, where)
-        if header.first_epoch > last_epoch:
-            later.append(number)
-            continue
-        group = _group_of(header, groups, store, where)
-        group.replay(group.adopt(header, segment.ctypes.data), last_epoch, doubtful=len(known) > 0)
     for group in groups:
-        group.bury_replayed()
+        if len(group.segments):
+            group.forget()
+    later: list[int] = []
+    try:
+        for group, header, address in _verified(log.segments(txn), groups, store, where):
+            if header.first_epoch > last_epoch:
+                later.append(header.number)
+            else:
+                group.adopt(header, address)
+                group.seen_epoch = max(group.seen_epoch, min(last_epoch, header.last_epoch))
+    except BaseException:
+        for group in groups:
+            group.forget()
+        raise
+    for group in groups:
+        fill_index(group, last_epoch)
     return later
 
 
-def _ask_for_ids(segments: list[NDArray[np.uint8]]) -> None:
+def fill_index(group: GroupRows, last_epoch: int) -> None:
+    """Fill the index of a group, which is empty, from all segments that were adopted."""
+    slots = group.segments.slots()
+    group.index.reserve(distinct_ids(group.segments.lines, slots))
+    replay_slots(group, slots, last_epoch)
+    group.index.trim()
+
+
+def replay_segments(
+    log: RowLog, txn: Any, groups: list[GroupRows], numbers: list[int], last_epoch: int, store: bytes, where: str
+) -> list[int]:
+    """Add segments to groups that hold all that was committed before them, some of it perhaps deleted by now.
+
+    Returns, raises: as `replay_log`.
+    """
+    segments = {number: log.segment(txn, number) for number in numbers}
+    later: list[int] = []
+    fresh: list[list[tuple[SegmentHeader, int]]] = [[] for _ in groups]
+    for _, header, address in _verified(segments, groups, store, where):
+        if header.first_epoch > last_epoch:
+            later.append(header.number)
+        else:
+            fresh[header.group].append((header, address))
+    for group, found in zip(groups, fresh, strict=True):
+        slots = np.array([group.adopt(header, address) for header, address in found], np.int64)
+        replay_slots(group, slots, last_epoch, known_epoch=group.seen_epoch)
+        seen = [min(last_epoch, header.last_epoch) for header, _ in found]
+        group.seen_epoch = max([group.seen_epoch, *seen])
+    return later
+
+
+def replay_slots(group: GroupRows, slots: NDArray[np.int64], last_epoch: int, known_epoch: int = _NOTHING_SEEN) -> None:
+    """Take the rows of adopted segments into the index of their group, then bury their tombstones.
+
+    Args:
+        slots: (N,), in any order.
+        last_epoch, known_epoch: as `storage.row_log.replay.replay`. Where something is known already, the segments in
+            question were adopted some time ago, so their ids may be damaged by now: then checksums are asked too.
+    """
+    stride = None if known_epoch == _NOTHING_SEEN else np.uint64(group.stride)
+    index, lines = group.index, group.segments.lines
+    for slot in slots.tolist():
+        at, status = 0, SHARD_FULL
+        while status == SHARD_FULL:
+            at, status, shard = replay(index.table, index.shift, lines, stride, slot, last_epoch, known_epoch, at)
+            if status == SHARD_FULL:
+                index.grow(shard)
+    for slot in slots[lines[slots, COUNT] >> 32 > 0].tolist():
+        bury(index.table, index.shift, lines, slot)
+
+
+def _verified(
+    segments: dict[int, NDArray[np.uint8]], groups: list[GroupRows], store: bytes, where: str
+) -> Iterator[tuple[GroupRows, SegmentHeader, int]]:
+    """Group, header and address of each segment, once its header and block of ids are found whole."""
+    numbered = list(segments.items())
+    for i, (number, segment) in enumerate(numbered):
+        if i % _AHEAD == 0:
+            ask_for_ids([segment for _, segment in numbered[i : i + _AHEAD]])
+        header = read_header(segment, number, where)
+        yield _group_of(header, groups, store, where), header, segment.ctypes.data
+
+
+def ask_for_ids(segments: list[NDArray[np.uint8]]) -> None:
     """Put the reads of all headers in flight, then those of all blocks of ids; nothing is verified yet."""
     for segment in segments:
         ask_for(segment.ctypes.data, HEADER_BYTES)
@@ -68,9 +168,3 @@ def _group_of(header: SegmentHeader, groups: list[GroupRows], store: bytes, wher
             f"{what} holds rows of {header.row_bytes} bytes of group {header.group}: the manifest knows no such group"
         )
     return groups[header.group]
-
-
-def has_moved_rows(log: RowLog, txn: Any, numbers: list[int], where: str) -> bool:
-    """Whether any of these segments holds rows that were first written in an earlier one."""
-    headers = (read_header(log.segment(txn, number), number, where) for number in numbers)
-    return any(header.first_epoch < header.number for header in headers)

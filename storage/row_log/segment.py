@@ -16,7 +16,8 @@ from storage.errors import CorruptSegmentError
 from storage.row_log.hashing import checksum
 
 MAGIC = b"TEROWSEG"
-VERSION = 1
+VERSION = 2
+_VERSIONS_READ = (1, 2)  # 1 had no id_bytes: it wrote 0 there, and ids of 8 bytes
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
 RAW_ROWS = 0  # how rows are packed; codecs take the numbers from 1 on
@@ -35,6 +36,7 @@ class SegmentHeader:
         tables: table numbers in the dictionary, 0 if the codes are the numbers themselves.
         code_bytes, epoch_bytes, flag_bytes: widths of a row's table code, epoch (less first_epoch) and flags; 0 = none.
         packing: how rows are packed; only RAW_ROWS exists.
+        id_bytes: width of an id: 4 if all are from 0 to 2^32 - 1, else 8; 0 is 8 too.
         number: the segment's number in the store, under which LMDB has it.
         first_epoch, last_epoch: least and greatest epoch of its rows.
         ids_at, rows_at, size: where the ids and the rows begin, and the bytes of the whole segment.
@@ -54,7 +56,7 @@ class SegmentHeader:
     epoch_bytes: int
     flag_bytes: int
     packing: int
-    reserved: int
+    id_bytes: int
     number: int
     first_epoch: int
     last_epoch: int
@@ -73,7 +75,7 @@ class SegmentHeader:
     @property
     def epochs_at(self) -> int:
         """Where the epochs begin."""
-        return self.ids_at + 8 * self.rows
+        return self.ids_at + (self.id_bytes or 8) * self.rows
 
     @property
     def codes_at(self) -> int:
@@ -88,7 +90,8 @@ class SegmentHeader:
     @property
     def widths(self) -> int:
         """The WIDTHS column of `storage.row_log.places`."""
-        return self.code_bytes | self.epoch_bytes << 8 | self.flag_bytes << 16 | self.tables << 32
+        ids = self.id_bytes or 8
+        return self.code_bytes | self.epoch_bytes << 8 | self.flag_bytes << 16 | ids << 24 | self.tables << 32
 
 
 def stride_of(row_bytes: int) -> int:
@@ -140,10 +143,10 @@ def read_header(segment: NDArray[np.uint8], number: int, where: str) -> SegmentH
 
 def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> None:
     """Refuse a whole header that does not describe this value or that this version cannot read."""
-    if header.version != VERSION or header.packing != RAW_ROWS:
+    if header.version not in _VERSIONS_READ or header.packing != RAW_ROWS:
         raise CorruptSegmentError(
             f"{what} has version {header.version} and row packing {header.packing}: "
-            f"this program reads version {VERSION} and packing {RAW_ROWS}"
+            f"this program reads versions up to {VERSION} and packing {RAW_ROWS}"
         )
     if header.number != number or header.size != size:
         raise CorruptSegmentError(
@@ -152,12 +155,26 @@ def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> N
         )
     fits = (
         header.ids_at == HEADER_BYTES
+        and header.id_bytes in ((0,) if header.version == 1 else (0, 4, 8))
         and header.stride == stride_of(header.row_bytes)
         and header.ids_end <= header.rows_at
         and header.rows_at + header.rows * header.stride <= size
     )
     if not fits:
         raise CorruptSegmentError(f"{what}: {header.rows} rows do not fit the offsets in its header")
+
+
+def pack_ids(ids: NDArray[np.int64]) -> NDArray[np.uint32] | NDArray[np.int64]:
+    """Ids (N,), N at least 1, in 4 bytes each if all of them fit, else as they are."""
+    return ids.astype(np.uint32) if ids.min() >= 0 and ids.max() < 1 << 32 else ids
+
+
+def pack_epochs(epochs: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+    """Epochs (N,), N at least 1, less their least, in as few bytes each as they take: 0 (N = 0), 1, 2, 4 or 8."""
+    least, most = int(epochs.min()), int(epochs.max())
+    if least == most:
+        return np.zeros(0, np.uint8)
+    return (epochs - least).astype(np.min_scalar_type(most - least))
 
 
 def pack_tables(

@@ -4,7 +4,10 @@ Rows are written where they will stay in the finished segment; ids, table number
 until their packed size is known. Sealing then packs them right in front of the rows, so that no row moves and the
 addresses in the segment table stay good until the commit replaces them.
 
-Owned by the store's lock; the kernels of `gather.py` write through the addresses in the segment table.
+A buffer for moved rows keeps an epoch for each, since theirs is older than the segment. Until it is sealed its line of
+the segment table says that its first epoch is 0: no tombstone may go for want of older rows.
+
+Owned by the store's lock; kernels write through the addresses in the segment table.
 """
 
 from __future__ import annotations
@@ -20,24 +23,39 @@ from storage.row_log.segment import (
     VERSION,
     SegmentHeader,
     align8,
+    pack_epochs,
+    pack_ids,
     pack_tables,
     stride_of,
 )
 
 _ID_BYTES = 8 + 4 + 1  # id, table number, flags of a row while the segment is being filled
+_EPOCH_BYTES = 8
+_FILLING = 4 | 8 << 24  # WIDTHS meanwhile: table numbers of 4 bytes, ids of 8
 
 
-def rows_that_fit(segment_bytes: int, row_bytes: int) -> int:
-    """Rows of a segment of about `segment_bytes`, 1 at least."""
-    fit = (segment_bytes - HEADER_BYTES - 8) // (_ID_BYTES + stride_of(row_bytes))
+def rows_that_fit(segment_bytes: int, row_bytes: int, moved: bool = False) -> int:
+    """Rows of a segment of about `segment_bytes`, 1 at least.
+
+    What they usually take: ids of 4 bytes and one table, epochs of 2 bytes. So full segments are of about one size, of
+    moved rows or not, and one fits where another was. Wide ids make them larger by a few hundredths.
+    """
+    beside = 4 + 2 * moved
+    fit = (segment_bytes - HEADER_BYTES - 8) // (beside + stride_of(row_bytes))
     return max(1, min(MAX_SEGMENT_ROWS, fit))
 
 
-def buffer_bytes(segment_bytes: int, row_bytes: int, page_bytes: int) -> int:
+def buffer_bytes(segment_bytes: int, row_bytes: int, page_bytes: int, moved: bool = False) -> int:
     """Host memory of a WriteBuffer, its array headers included."""
-    capacity = rows_that_fit(segment_bytes, row_bytes)
-    front = HEADER_BYTES + align8(_ID_BYTES * capacity)
-    return front + max(capacity * stride_of(row_bytes), page_bytes) + align8(_ID_BYTES * capacity) + 256
+    capacity = rows_that_fit(segment_bytes, row_bytes, moved)
+    rows = max(capacity * stride_of(row_bytes), page_bytes)
+    epochs = _EPOCH_BYTES * capacity * moved
+    return _front_bytes(capacity, moved) + rows + align8(_ID_BYTES * capacity) + epochs + 384
+
+
+def _front_bytes(capacity: int, moved: bool) -> int:
+    """The most that header and block of ids take."""
+    return HEADER_BYTES + align8((_ID_BYTES + _EPOCH_BYTES * moved) * capacity)
 
 
 class WriteBuffer:
@@ -48,20 +66,25 @@ class WriteBuffer:
     Args:
         row_bytes, segment_bytes: bytes of a row and, about, of a segment.
         page_bytes: of LMDB. A sealed segment takes at least one page, so that it gets pages of its own and never moves.
+        moved: whether it is for rows moved from other segments, which keep their epochs.
 
     Attributes:
-        slot, number: of the segment being filled; the number is the epoch of all its rows.
+        slot, number: of the segment being filled; the number is the epoch of all its rows, unless they are moved ones.
         capacity: rows it takes.
+        moved: as above.
+        epochs: int64 (capacity,), or (0,) if not `moved`: of each row, written by whoever appends moved rows.
         bytes: host memory held.
     """
 
-    def __init__(self, row_bytes: int, segment_bytes: int, page_bytes: int) -> None:
+    def __init__(self, row_bytes: int, segment_bytes: int, page_bytes: int, moved: bool = False) -> None:
         self.slot = self.number = 0
-        self.capacity = rows_that_fit(segment_bytes, row_bytes)
-        self.bytes = buffer_bytes(segment_bytes, row_bytes, page_bytes)
+        self.moved = moved
+        self.capacity = rows_that_fit(segment_bytes, row_bytes, moved)
+        self.epochs: NDArray[np.int64] = np.empty(self.capacity if moved else 0, np.int64)
+        self.bytes = buffer_bytes(segment_bytes, row_bytes, page_bytes, moved)
         self._row_bytes = row_bytes
         self._least_bytes = page_bytes - 16
-        self._front = HEADER_BYTES + align8(_ID_BYTES * self.capacity)
+        self._front = _front_bytes(self.capacity, moved)
         self._image = np.empty(self._front + max(self.capacity * stride_of(row_bytes), page_bytes), np.uint8)
         self._beside = np.empty(align8(_ID_BYTES * self.capacity), np.uint8)
 
@@ -72,7 +95,7 @@ class WriteBuffer:
         line[ROWS] = self._image.ctypes.data + self._front
         line[IDS] = self._beside.ctypes.data
         line[CODES] = self._beside.ctypes.data + 8 * self.capacity
-        line[WIDTHS], line[NUMBER], line[EPOCH] = 4, number, number
+        line[WIDTHS], line[NUMBER], line[EPOCH] = _FILLING, number, 0 if self.moved else number
 
     def seal(self, segments: SegmentTable, group: int, known: NDArray[np.uint32], store: bytes) -> memoryview:
         """Finish the segment: its bytes as they will be stored. The buffer may still be read, not written.
@@ -81,20 +104,16 @@ class WriteBuffer:
             known: the group's table numbers, sorted.
             store: the store's uuid, 16 bytes.
         """
-        rows, tombstones = (
-            int(segments.lines[self.slot, COUNT]) & 0xFFFFFFFF,
-            int(segments.lines[self.slot, COUNT]) >> 32,
-        )
-        c = self.capacity
-        ids = self._beside[: 8 * rows]
-        numbers = self._beside[8 * c : 12 * c].view(np.uint32)[:rows]
+        count = int(segments.lines[self.slot, COUNT])
+        rows, tombstones, c = count & 0xFFFFFFFF, count >> 32, self.capacity
+        epochs = self.epochs[:rows] if self.moved else np.array([self.number])
+        segments.lines[self.slot, EPOCH] = epochs.min()
+        packed_ids, packed_epochs = pack_ids(self._beside[: 8 * rows].view(np.int64)), pack_epochs(epochs)
+        dictionary, codes, code_bytes = pack_tables(self._beside[8 * c : 12 * c].view(np.uint32)[:rows], known)
         flags = self._beside[12 * c : 12 * c + rows] if tombstones else self._beside[:0]
-        dictionary, codes, code_bytes = pack_tables(numbers, known)
-        block = np.concatenate([ids, dictionary.view(np.uint8), codes, flags])
+        block = np.concatenate([part.view(np.uint8) for part in (packed_ids, packed_epochs, dictionary, codes, flags)])
         block = np.concatenate([block, np.zeros(-len(block) % 8, np.uint8)])
-        stride = stride_of(self._row_bytes)
-        front = HEADER_BYTES + len(block)
-        size = max(front + rows * stride, self._least_bytes)
+        front, stride = HEADER_BYTES + len(block), stride_of(self._row_bytes)
         header = SegmentHeader(
             version=VERSION,
             header_bytes=HEADER_BYTES,
@@ -105,21 +124,25 @@ class WriteBuffer:
             stride=stride,
             tables=len(dictionary),
             code_bytes=code_bytes,
-            epoch_bytes=0,
+            epoch_bytes=packed_epochs.itemsize if len(packed_epochs) else 0,
             flag_bytes=1 if tombstones else 0,
             packing=RAW_ROWS,
-            reserved=0,
+            id_bytes=packed_ids.itemsize,
             number=self.number,
-            first_epoch=self.number,
-            last_epoch=self.number,
+            first_epoch=int(epochs.min()),
+            last_epoch=int(epochs.max()),
             ids_at=HEADER_BYTES,
             rows_at=front,
-            size=size,
+            size=max(front + rows * stride, self._least_bytes),
             store=store,
             ids_checksum=checksum(block, self.number),
         )
-        image = self._image[self._front - front :][:size]
+        return self._finish(header, block)
+
+    def _finish(self, header: SegmentHeader, block: NDArray[np.uint8]) -> memoryview:
+        """Put header and block of ids in front of the rows, and zeros behind them."""
+        image = self._image[self._front - header.rows_at :][: header.size]
         image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
-        image[HEADER_BYTES:front] = block
-        image[front + rows * stride :] = 0
+        image[HEADER_BYTES : header.rows_at] = block
+        image[header.rows_at + header.rows * header.stride :] = 0
         return image.data

@@ -1,31 +1,35 @@
-"""Writer: when rows become durable - group commit, complete states, deletion of dead segments.
+"""Writer: what the verbs that write need - a buffer to fill, and somebody to wait for.
 
-The order that keeps every promise (design, section 4): new segments are committed, then their addresses published,
-and segments that were dead at a flush are deleted in a later commit. A state therefore never lacks a segment, and
-whatever transaction was the last one that reached the disk, opening finds that state.
+Puts fill segments in memory and return. One thread (`row_log.maintenance`) commits what is sealed: when half of the
+write buffer is, when a flush waits, when a put needs room (`row_log.committer`); between commits it compacts
+(`row_log.compaction`). It alone writes to LMDB.
 
-After StoreFullError everything stays in memory and the next commit tries again. After any other failure the disk
-cannot be believed: the writer keeps the error and refuses every later write until the store is reopened.
+After StoreFullError everything stays in memory and the next commit tries again; whoever waits for a commit gets the
+error. After any other failure the disk cannot be believed: the writer keeps the error and refuses every later write
+until the store is reopened.
 
-Numbers: segments are numbered as they are opened, one counter a store. A row's epoch is the number of the segment it
-was first written in, so epochs order all changes of a store; a state's epoch is the last number given out.
-
-Owned by the store's lock.
+Everything is guarded by the store's lock; the thread takes it for what it shares with the verbs.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
 
 from storage.errors import StorageError, StoreFullError, StoreIOError
+from storage.row_log.committer import Committer
+from storage.row_log.compaction import Compactor, FullCompaction, Progress
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
-from storage.row_log.log import Commit, RowLog
-from storage.row_log.places import NUMBER
-from storage.row_log.recovery import LAST_EPOCH, replay_log
-from storage.row_log.segment import read_header
+from storage.row_log.lock import StoreLock
+from storage.row_log.log import RowLog
+from storage.row_log.maintenance import Maintenance
+from storage.row_log.pins import Pins
 from storage.row_log.state import State
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes, rows_that_fit
+
+_SLACK_COMMITS = 10  # pages of dead segments are used again about so many commits later
 
 
 class Writer:
@@ -33,126 +37,197 @@ class Writer:
 
     Args:
         log: the store's log, open for writing.
-        groups: the store's groups; the store appends to this list.
+        groups: the store's groups, without rows; the store appends to this list.
         config: sizes.
+        lock, pins: the store's.
         store: uuid, 16 bytes.
-        where: the store's path, for messages.
+        where: the store's directory.
+        to_state: whether only a flush makes states (durability "snapshot").
 
     Attributes:
-        state: the last complete state.
-        commits, bytes_written: since the store was opened.
+        committer, compactor: what the thread does.
     """
 
-    def __init__(self, log: RowLog, groups: list[GroupRows], config: StoreConfig, store: bytes, where: str) -> None:
-        self.commits = 0
-        self.bytes_written = 0
-        self._log = log
+    def __init__(
+        self,
+        log: RowLog,
+        groups: list[GroupRows],
+        config: StoreConfig,
+        lock: StoreLock,
+        pins: Pins,
+        store: bytes,
+        where: Path,
+        to_state: bool,
+    ) -> None:
+        self.committer = Committer(log, groups, lock, pins, store, where, to_state)
+        self.compactor = Compactor(lock, pins, groups, config, log.page_bytes, store, self.committer)
         self._groups = groups
         self._config = config
+        self._page_bytes = log.page_bytes
+        self._lock = lock
+        self._pins = pins
         self._store = store
         self._where = where
-        self._dead: list[tuple[GroupRows, int]] = []
         self._failure: StorageError | None = None
-        with log.reading() as txn:
-            self.state = log.state(txn)
-            numbers = log.numbers(txn)
-        self._next_number = max([self.state.epoch, *numbers[-1:].tolist()]) + 1
-        self._uncovered = False  # segments were committed that no state covers
+        self._full: StoreFullError | None = None
+        self._wanted_note: bytes | None = None
+        self._wanted_compaction: FullCompaction | None = None
+        self._waiting = 0  # threads that wait for a commit
+        self._begun = self._ended = 0  # commits that were tried
+        self._maintenance = Maintenance(lock, self._work, f"tiered-emb store {where}")
+        self.committer.recover()
+        with lock:
+            if config.compact_bytes_per_s != 0 and self.compactor.excess_bytes() > 0:
+                self._maintenance.ask()
 
-    def recover(self, to_state: bool) -> None:
-        """Fill the groups' indexes; with `to_state`, discard what came after the last complete state."""
-        with self._log.reading() as txn:
-            last = self.state.epoch if to_state else LAST_EPOCH
-            later = replay_log(self._log, txn, self._groups, last, self._store, self._where)
-            numbers = self._log.numbers(txn)
-        if later:  # the state covers their numbers from now on, so that no segment gets one of them again
-            self.state = replace(self.state, epoch=self._next_number - 1)
-            self._log.commit(Commit(deletes=tuple(later), state=self.state))
-        self._uncovered = not to_state and bool((numbers > self.state.epoch).any())
+    @property
+    def state(self) -> State:
+        """The last complete state."""
+        return self.committer.state
+
+    # ---- in the threads that write; all of it requires the lock
 
     def open_buffer(self, group: GroupRows) -> WriteBuffer:
-        """The segment of a group that takes the next row; commits first if the write buffer is full.
+        """The segment of a group that takes the next row; waits for a commit if the write buffer is full.
 
         Raises:
-            StoreFullError, StoreIOError: as `commit`; every row appended so far is still there.
+            StoreFullError, StoreIOError: the commit failed; every row appended so far is still there.
         """
         if group.open is not None and not group.open_is_full:
             return group.open
         self._check()
         group.seal(self._store)
-        group.open = self._buffer_for(group)
-        group.open.begin(group.segments, self._next_number)
-        self._next_number += 1
-        return group.open
+        if self._half_is_sealed():
+            self._maintenance.ask()
+        buffer = self._buffer_for(group)
+        buffer.begin(group.segments, self.committer.take_number())
+        group.open = buffer
+        return buffer
+
+    def _is_wanted(self) -> bool:
+        """Whether there is something to commit, or somebody waits: then compaction comes later."""
+        return self._waiting > 0 or self._half_is_sealed()
+
+    def _half_is_sealed(self) -> bool:
+        sealed = sum(buffer.bytes for group in self._groups for buffer, _ in group.sealed)
+        return 4 * sealed >= self._config.write_buffer_bytes
 
     def _buffer_for(self, group: GroupRows) -> WriteBuffer:
         """A buffer, within the limit: a spare one, a new one, or one that a commit sets free."""
-        size, limit = self._buffer_bytes(group), self._config.write_buffer_bytes // 2
-        held = sum(g.buffered_bytes for g in self._groups)
-        if not group.spare and held + size > limit:
-            if any(g.sealed for g in self._groups):
-                self.commit()
+        size = self._buffer_bytes(group)
+        while not group.spare and self._buffered_bytes() + size > self._config.write_buffer_bytes // 2:
             for other in self._groups:
-                if other is not group:
-                    other.spare.clear()
+                self._drop_spare(other)
+            if any(g.sealed for g in self._groups):
+                before = self.committer.commits
+                self._await_commit(lambda before=before: self.committer.commits > before)  # type: ignore[misc]
+            elif self._pins.waiting:
+                self._lock.wait()  # a reader holds buffers that were committed
+            else:
+                break  # every group needs one, whatever the limit
         if group.spare:
             return group.spare.pop()
-        return WriteBuffer(group.row_bytes, self._config.filled_bytes, self._log.page_bytes)
+        group.buffered_bytes += size
+        return WriteBuffer(group.row_bytes, self._config.filled_bytes, self._page_bytes)
+
+    def _buffered_bytes(self) -> int:
+        """Host memory of buffers that puts fill or have filled."""
+        moved = [buffer for group in self._groups for buffer, _ in group.sealed if buffer.moved]
+        moved += [group.moving for group in self._groups if group.moving is not None]
+        return sum(group.buffered_bytes for group in self._groups) - sum(buffer.bytes for buffer in moved)
+
+    def _drop_spare(self, group: GroupRows) -> None:
+        group.buffered_bytes -= sum(buffer.bytes for buffer in group.spare)
+        group.spare.clear()
+
+    def _await_commit(self, done: Callable[[], bool]) -> None:
+        """Wait until commits have brought something about. Raises as `open_buffer`.
+
+        What is raised is a copy: the error that is kept must not hold the frames of whoever it was raised in.
+        """
+        tried = self._begun + 1  # the first try that sees all that there is now
+        self._waiting += 1
+        try:
+            self._maintenance.ask()
+            while not done():
+                failed = self._failure or (self._full if self._ended >= tried else None)
+                if failed is not None:
+                    raise copy(failed).with_traceback(None) from failed
+                self._lock.wait()
+        finally:
+            self._waiting -= 1
 
     def flush(self, note: bytes | None) -> None:
-        """Commit all rows as a complete state; nothing is written if nothing changed. Raises as `commit`."""
+        """Commit all rows as a complete state; nothing is written if nothing changed. Raises as `open_buffer`."""
         self._check()
-        kept = self.state.note if note is None else bytes(note)
-        if not self._uncovered and not self.unwritten and kept == self.state.note:
+        kept = State(0, 0, self.state.note if note is None else bytes(note)).note  # refused here if it is too large
+        if not self.committer.uncovered and not self.unwritten and kept == self.state.note:
             return
-        state = State(self.state.number + 1, self._next_number - 1, kept)
-        for group in self._groups:
-            group.seal(self._store)
-        self.commit(state)
-        self.state = state
-        self._dead = [(group, slot) for group in self._groups for slot in group.dead_slots()]
+        self._make_state(kept)
 
-    def close(self) -> None:
-        """Flush, unless the writer has failed; then say so if rows are lost by that. Raises as `commit`."""
-        if self._failure is None or self.unwritten:
-            self.flush(None)
+    def _make_state(self, note: bytes) -> None:
+        before, self._wanted_note = self.state.number, note
+        try:
+            self._await_commit(lambda: self.state.number > before)
+        finally:
+            self._wanted_note = None
 
-    def commit(self, state: State | None = None) -> None:
-        """Make all sealed segments durable, then publish where they are.
+    def compact(self, progress: Progress, end_scans: Callable[[], None]) -> None:
+        """Move every row that shares a segment with dead ones, and delete the segments.
+
+        Beside reading processes dead segments are deleted by later commits.
+
+        Args:
+            end_scans: called under the lock before rows move.
 
         Raises:
-            StoreFullError: no room; call again once there is.
-            StoreIOError, CorruptSegmentError: the writer writes no more.
+            StoreFullError, StoreIOError: as `open_buffer`.
+            Exception: whatever `progress` raises.
         """
-        self._check()
-        sealed = [(group, *one) for group in self._groups for one in group.sealed]
-        segments = tuple((buffer.number, image) for _, buffer, image in sealed)
-        deletes = tuple(int(group.segments.lines[slot, NUMBER]) for group, slot in self._dead)
+        self.flush(None)
+        work = self._wanted_compaction = FullCompaction(progress, end_scans)
         try:
-            self._log.commit(Commit(segments, deletes, state))
-            self._publish([(group, buffer) for group, buffer, _ in sealed])
-        except StoreFullError:
+            self._await_commit(lambda: work.ended)
+        except BaseException:
+            work.cancelled, self._wanted_compaction = True, None
             raise
-        except StorageError as error:
-            self._failure = error
-            raise
-        for group, slot in self._dead:
-            group.segments.give_back(slot)
-        self._dead = []
-        self._uncovered = state is None and (self._uncovered or len(sealed) > 0)
-        self.commits += 1
-        self.bytes_written += sum(len(image) for _, image in segments)
+        if work.error is not None:
+            raise work.error
+        for _ in range(2):  # what is dead at the first state is deleted by the second one at the latest
+            self._make_state(self.state.note)
 
-    def _publish(self, sealed: list[tuple[GroupRows, WriteBuffer]]) -> None:
-        """Point committed segments into the memory map and let their buffers go."""
-        with self._log.reading() as txn:
-            for group, buffer in sealed:
-                segment = self._log.segment(txn, buffer.number)
-                header = read_header(segment, buffer.number, self._where)
-                group.adopt(header, segment.ctypes.data, buffer.slot)
-        for group in self._groups:
-            group.spare += [buffer for buffer, _ in group.sealed]
-            group.sealed.clear()
+    def end_scan(self, scan: object) -> None:
+        """A scan is over, for which compaction may have waited."""
+        self.compactor.holds.discard(scan)
+        if not self.compactor.holds and self.compactor.waits:
+            self._maintenance.ask()
+
+    def close(self) -> None:
+        """Flush, unless the writer has failed; then say so if rows are lost by that. Raises as `open_buffer`."""
+        self.compactor.holds.add(self)
+        try:
+            for group in self._groups:
+                group.seal(self._store)
+                group.seal_moving(self._store)
+            if self._failure is None or self.unwritten:
+                self.flush(None)
+        except BaseException:
+            self.compactor.holds.discard(self)
+            raise
+
+    def stop(self) -> None:
+        """End the thread, without a flush. Requires: not the lock."""
+        self._maintenance.stop()
+
+    def save_index(self) -> None:
+        """Leave the index in a file, for the next open. Requires: `close` and `stop` were called, nobody reads."""
+        if self._failure is None:
+            self.committer.save_index()
+
+    def distrust(self) -> None:
+        """Write nothing more: a verb was cut short, and nobody knows where."""
+        with self._lock:
+            self._failure = StoreIOError("it was interrupted twice in the middle of a verb")
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -166,15 +241,80 @@ class Writer:
         """Whether rows exist that no commit has made durable."""
         return any(group.sealed or group.open_rows for group in self._groups)
 
+    # ---- in the maintenance thread; takes the lock
+
+    def _work(self) -> float | None:
+        """One round: a commit if there is something to commit, then some compaction."""
+        try:
+            full = self._commit()
+            with self._lock:
+                self._full, self._ended = full, self._begun
+                self._lock.notify_all()
+            return self._compact() if full is None else None
+        except StoreFullError:
+            return None  # of compaction, for which nobody waits: it goes on when something else has been committed
+        except Exception as error:  # kept, and raised by the next verb that writes
+            failure = error if isinstance(error, StorageError) else StoreIOError(str(error))
+            if failure is not error:
+                failure.__cause__ = error
+            with self._lock:
+                self._failure = failure
+                self._lock.notify_all()
+            return None
+
+    def _commit(self) -> StoreFullError | None:
+        """Commit what there is, and make the state that is wanted, if one is; the error if there is no room."""
+        with self._lock:
+            self._begun += 1
+            note, failed = self._wanted_note, self._failure is not None
+        if failed:
+            return None
+        try:
+            self.committer.commit(note)
+        except StoreFullError as error:
+            return error
+        self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
+        return None
+
+    def _compact(self) -> float | None:
+        with self._lock:
+            work, self._wanted_compaction = self._wanted_compaction, None
+            if self._failure is not None:
+                return None
+        if work is not None:
+            try:
+                self.compactor.run_all(self.state.epoch, work)
+            except StoreFullError as error:
+                work.error = error
+                raise
+            finally:
+                with self._lock:
+                    work.ended = True
+                    self._lock.notify_all()
+        return self.compactor.run(self.state.epoch, self._is_wanted)
+
+    # ---- sizes
+
+    def counts(self) -> dict[str, int]:
+        """What `StoreStats` counts of writing."""
+        moved, committed = self.compactor, self.committer
+        return {
+            "commits": committed.commits,
+            "bytes_written": committed.bytes_written,
+            "rows_moved": moved.rows_moved,
+            "bytes_moved": moved.bytes_moved,
+        }
+
     def memory_after(self, inserts: int) -> int:
-        """As `Store.memory_after`."""
+        """As `Store.memory_after`. Requires: the lock."""
         fixed = sum(g.index.memory_bytes + g.index.jump_bytes(inserts) for g in self._groups) + 16 * inserts
         lines = sum(g.segments.memory_after(self._segments_for(g, inserts)) for g in self._groups)
         one_each = sum(self._buffer_bytes(group) for group in self._groups)
-        return fixed + lines + 2 * max(one_each, self._config.write_buffer_bytes // 2)
+        buffers = 2 * max(one_each, self._config.write_buffer_bytes // 2)
+        return fixed + lines + buffers + self.compactor.memory_bytes()
 
     def _segments_for(self, group: GroupRows, rows: int) -> int:
         return -(-rows // rows_that_fit(self._config.filled_bytes, group.row_bytes)) + 1
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        return buffer_bytes(self._config.filled_bytes, group.row_bytes, self._log.page_bytes)
+        return buffer_bytes(self._config.filled_bytes, group.row_bytes, self._page_bytes)

@@ -111,7 +111,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def die(self) -> None:
         """As a killed process would: nothing more is written."""
-        self.store._release()
+        self.store.abandon()
         self._open()
         found = {group: contents(self.store, group) for group in self._groups()}
         if self.durability == "snapshot":

@@ -124,6 +124,38 @@ def test_memory_is_at_most_16_bytes_a_row_growth_included() -> None:
     assert worst <= 14
 
 
+def test_reserved_room_is_enough_and_no_more_than_16_bytes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, index, grown = random_log(300_000), IdIndex(256), []
+    log.fill(index, upto=1000)
+    index.reserve(len(log.ids))
+    assert (index.find(log.segments, log.tables, log.ids)[:1000] == log.places()[:1000]).all()
+    monkeypatch.setattr(
+        IdIndex, "grow", lambda self, shard, grow=IdIndex.grow: (grown.append(shard), grow(self, shard))
+    )
+    log.fill(index)
+    assert len(grown) < 30, "of 256 shards, those that got more than their share"
+    assert (index.find(log.segments, log.tables, log.ids) == log.places()).all()
+    assert index.memory_bytes <= 14 * len(log.ids)
+    before = index.memory_bytes
+    index.reserve(1000)
+    index.trim()
+    assert 0.99 * before <= index.memory_bytes <= before, "what is there is neither too small nor too large"
+
+
+@pytest.mark.parametrize(("rows", "reserved"), [(100_000, 1_000_000), (100_000, 130_000), (0, 100_000)])
+def test_room_that_was_too_much_is_trimmed(rows: int, reserved: int) -> None:
+    log, index = random_log(100_000), IdIndex(64)
+    index.reserve(reserved)
+    log.fill(index, upto=rows)
+    index.trim()
+    assert index.memory_bytes <= 15 * rows + (1 << 16)
+    assert (index.find(log.segments, log.tables, log.ids)[:rows] == log.places()[:rows]).all()
+    bound = index.memory_after(100_000 - rows)
+    log.fill(index)
+    assert index.memory_bytes <= bound
+    assert (index.find(log.segments, log.tables, log.ids) == log.places()).all()
+
+
 def test_shards_do_not_grow_together() -> None:
     index = IdIndex(256)
     log = random_log(256 * 500)

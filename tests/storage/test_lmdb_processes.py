@@ -26,7 +26,7 @@ store = LmdbStore(sys.argv[1], durability=sys.argv[2], read_only=True)
 for line in sys.stdin:
     rows = sorted((int(id), int(row[0])) for block, data in store.scan(0) for id, row in zip(block.ids, data))
     ids = np.array([id for id, _ in rows] or [0])
-    number = next(iter(store._manifest.tables.values()))[0]
+    number = next(iter(store._session.manifest.tables.values()))[0]
     out, found = np.zeros((len(ids), 32), np.uint8), np.zeros(len(ids), bool)
     store.get(RowIds(0, np.full(len(ids), number, np.uint32), ids), out, found)
     assert not rows or (found.all() and out[:, 0].tolist() == [first for _, first in rows])
@@ -74,14 +74,20 @@ go, ready = os.pipe()
 child = os.fork()
 if child == 0:
     os.read(go, 1)
-    for look in (lambda: list(store.scan(0)), lambda: store.get(rows, out, found)):
-        try:
-            look()
-        except StoreForkedError as error:
-            assert "when this process was forked" in str(error)
-        else:
-            os._exit(4)
-    os._exit(0)
+    try:
+        list(store.scan(0))
+    except StoreForkedError as error:
+        assert "when this process was forked" in str(error)
+    else:
+        os._exit(4)
+    out, found = np.zeros((100, 32), np.uint8), np.zeros(100, bool)
+    store.get(rows, out, found)  # what there was at the fork, or of what the parent has committed since
+    assert found.all() and all(set(row) in ({1}, {2}, {8}) for row in out.tolist())
+    try:
+        store.put(rows, out)
+    except StoreForkedError:
+        os._exit(0)
+    os._exit(5)
 for step in range(9):  # LMDB gives the pages that the child knows to other segments
     store.put(rows, np.full((100, 32), step, np.uint8))
     store.flush()
@@ -98,7 +104,7 @@ child = os.fork()
 if child == 0:
     out[:] = 0
     reader.get(rows, out, found)
-    assert found.all() and (out == 3).all() and reader._pid == os.getpid()
+    assert found.all() and (out == 3).all() and reader._session._pid == os.getpid()
     reader.close()
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -162,11 +168,11 @@ def test_a_reader_in_another_process_follows_the_writer(tmp_path: Path, durabili
             assert seen() == f"{1000 - step} {step * (1000 - step)} step {step}"
             if durability == "snapshot" and step > 1:
                 assert before == f"{1001 - step} {(step - 1) * (1001 - step)} step {step - 1}"
-        store._release()  # a writer that dies with rows committed after its last state ...
+        store.abandon()  # a writer that dies with rows committed after its last state ...
         store = LmdbStore(tmp_path / "s", durability="snapshot", config=TINY)
         store.put(RowIds.of(table, np.arange(2000)), np.full((2000, 32), 9, np.uint8))
         seen()
-        store._release()
+        store.abandon()
         store = LmdbStore(tmp_path / "s", durability="snapshot", config=TINY)  # ... and one that discards them
         assert seen() == "995 4975 step 5"
         reader.stdin.close()
@@ -215,11 +221,11 @@ store = LmdbStore(sys.argv[1], read_only=True)
 table = store.open_table("t", schema_of(8))
 rows = RowIds.of(table, np.arange(100))
 assert read(store, rows, 32) == [b"\\1" * 32] * 100
-lines = store._groups[0].segments.lines
-at = file_offset(int(lines[store._groups[0].segments.slots()[0], IDS]))
+lines = store._session.groups[0].segments.lines
+at = file_offset(int(lines[store._session.groups[0].segments.slots()[0], IDS]))
 with open(sys.argv[1] + "/data.mdb", "r+b") as file:
     for id in range(100):
-        os.pwrite(file.fileno(), b"\\xff", at + 8 * id + 7)
+        os.pwrite(file.fileno(), b"\\xff", at + 4 * id + 3)
 print("damaged", flush=True)
 sys.stdin.readline()
 assert read(store, rows, 32) == [b"\\2" * 32] * 100
@@ -241,7 +247,7 @@ def test_a_reader_killed_in_the_middle_of_a_verb_keeps_no_page(tmp_path: Path) -
     program = """
 import sys
 from storage import LmdbStore
-with LmdbStore(sys.argv[1], read_only=True)._view():
+with LmdbStore(sys.argv[1], read_only=True)._session.reading():
     print("reading", flush=True)
     sys.stdin.readline()
 """

@@ -22,7 +22,7 @@ def open_store(path: Path, durability: str = "snapshot", config: StoreConfig = T
 
 def die(store: LmdbStore) -> None:
     """End a store as a killed process would: nothing more is written, all locks go."""
-    store._release()
+    store.abandon()
 
 
 def put(store: LmdbStore, table: TableRef, ids: NDArray[np.int64], seed: int) -> dict[tuple[int, int], bytes]:
@@ -66,14 +66,14 @@ class TestDurability:
         rows = put(store, table, np.arange(500), 1)
         store.flush(b"kept")
         put(store, table, np.arange(400, 5000), 2)
-        with store._opened_log().reading() as txn:
-            last = store._opened_log().numbers(txn)[-1]
+        with store._session.log.reading() as txn:
+            last = store._session.log.numbers(txn)[-1]
         die(store)
         open_store(tmp_path / "s").close()
         with open_store(tmp_path / "s") as again:
             assert again.note == b"kept"
             rows |= put(again, table, np.array([7]), 3)
-            assert again._groups[0].segments.lines[:, NUMBER].max() > last
+            assert again._session.groups[0].segments.lines[:, NUMBER].max() > last
             check_equal(again, table.group, rows)
 
     def test_a_store_that_never_flushed_is_empty_as_a_snapshot(self, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ class TestDurability:
 
 def _open_ids(store: LmdbStore) -> NDArray[np.int64]:
     """Ids whose rows no commit has reached."""
-    group = store._groups[0]
+    group = store._session.groups[0]
     slots = [buffer.slot for buffer, _ in group.sealed] + ([group.open.slot] if group.open else [])
     counts = group.segments.lines[slots, COUNT] & 0xFFFFFFFF
     return np.arange(3000)[3000 - counts.sum() :]
@@ -166,7 +166,7 @@ class TestWhatIsWritten:
                 sizes.append(store.stats())
             assert max(size.segments for size in sizes) <= 2 * sizes[0].segments + 2
             assert sizes[-1].disk_bytes <= 4 * sizes[0].disk_bytes
-            assert len({size.disk_bytes for size in sizes[10:]}) == 1
+            assert sizes[-1].disk_bytes <= 1.1 * sizes[10].disk_bytes + (1 << 17), "only the records of commits grow"
             check_equal(store, table.group, rows)
 
     def test_a_state_keeps_the_segments_it_needs(self, tmp_path: Path) -> None:
@@ -220,15 +220,15 @@ class TestWhatIsWritten:
                 if step % 3 == 0:
                     store.flush()
             store.flush()
-            group, log = store._groups[0], store._opened_log()
-            with log.reading() as txn:
-                for slot in group.segments.slots():
+            group, log = store._session.groups[0], store._session.log
+            with store._session.lock, log.reading() as txn:
+                for slot in set(group.segments.slots().tolist()) - group.slots_in_memory():
                     segment = log.segment(txn, int(group.segments.lines[slot, NUMBER]))
                     assert 0 < group.segments.lines[slot, 0] - segment.ctypes.data < len(segment)
 
 
 def _tombstones(store: LmdbStore) -> int:
-    return int((store._groups[0].segments.lines[:, COUNT] >> 32).sum())
+    return int((store._session.groups[0].segments.lines[:, COUNT] >> 32).sum())
 
 
 class TestIds:

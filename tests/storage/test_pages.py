@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> LmdbStore:
 
 
 def test_segments_lie_where_lmdb_says(store: LmdbStore) -> None:
-    log = store._opened_log()
+    log = store._session.log
     with store, log.reading() as txn:
         segments = log.segments(txn)
         assert list(segments) == log.numbers(txn).tolist() and len(segments) > 10
@@ -37,7 +37,7 @@ def test_segments_lie_where_lmdb_says(store: LmdbStore) -> None:
 
 
 def test_small_values_and_places_outside_the_file_are_refused(store: LmdbStore) -> None:
-    log = store._opened_log()
+    log = store._session.log
     with store, log.reading() as txn:
         cursor = txn.cursor(db=log._states)
         assert cursor.first()
@@ -52,9 +52,9 @@ def test_small_values_and_places_outside_the_file_are_refused(store: LmdbStore) 
 
 def test_rows_in_memory_are_not_asked_for(store: LmdbStore) -> None:
     with store:
-        rows = RowIds(0, np.full(3000, store._groups[0].tables[0], np.uint32), np.arange(3000))
+        rows = RowIds(0, np.full(3000, store._session.groups[0].tables[0], np.uint32), np.arange(3000))
         store.get(rows, np.zeros((3000, 32), np.uint8), np.zeros(3000, np.bool_))
-        assert store._groups[0]._pages.batches_asked == 0
+        assert store._session.groups[0]._pages.batches_asked == 0
 
 
 def test_rows_not_in_memory_are_asked_for_and_the_same(store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,10 @@ def test_rows_not_in_memory_are_asked_for_and_the_same(store: LmdbStore, monkeyp
             for table, id, row in zip(rows.tables, rows.ids, data, strict=True)
         }
         monkeypatch.setattr(PageAdvisor, "resident", lambda *_: False)
-        before = store._groups[0]._pages.batches_asked
+        before = store._session.groups[0]._pages.batches_asked
         check_equal(store, 0, expected)
-        assert store._groups[0]._pages.batches_asked > before
-        rows = RowIds(0, np.full(2, store._groups[0].tables[0], np.uint32), np.array([5, 99_999]))
+        assert store._session.groups[0]._pages.batches_asked > before
+        rows = RowIds(0, np.full(2, store._session.groups[0].tables[0], np.uint32), np.array([5, 99_999]))
         store.put(rows, np.zeros((2, 32), np.uint8))
         check_equal(store, 0, expected | {(int(rows.tables[0]), id): bytes(32) for id in (5, 99_999)})
 
@@ -76,11 +76,11 @@ def test_rows_not_in_memory_are_asked_for_and_the_same(store: LmdbStore, monkeyp
 def test_page_faults_make_the_next_batches_ask(monkeypatch: pytest.MonkeyPatch, store: LmdbStore) -> None:
     faults = [0]
     monkeypatch.setattr(pages, "_major_faults", lambda: faults[0])
-    advisor, group = store._groups[0]._pages, store._groups[0]
+    advisor, group = store._session.groups[0]._pages, store._session.groups[0]
     places = group.index.find(group.segments.lines, np.full(9, group.tables[0], np.uint32), np.arange(9))
     with store:
         for happened, asked in ((0, 0), (100, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 4), (3, 4), (0, 4)):
-            advisor.before_rows(group.segments.lines, np.uint64(group.stride), places)
+            before = advisor.before_rows(group.segments.lines, np.uint64(group.stride), places)
             faults[0] += happened
-            advisor.after_rows()
+            advisor.after_rows(before)
             assert advisor.batches_asked == asked

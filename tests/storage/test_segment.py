@@ -1,51 +1,119 @@
 """The bytes of a segment and of a state, against docs/formats.md and against files written by earlier versions.
 
-The golden files are written by `python tests/storage/test_segment.py`, once per format version, and never again.
+The golden files of the version that is written now are made by `python tests/storage/test_segment.py`, once, and never
+again; those of earlier versions stay as they are.
 """
 
 from __future__ import annotations
 
 import shutil
 import struct
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
 import numpy as np
 import pytest
+from numba import njit
 from numpy.typing import NDArray
 
-from storage import CorruptSegmentError, LmdbStore, RowIds, StoreConfig, StoreConfigError
+from storage import CorruptSegmentError, LmdbStore, RowIds, StoreConfigError
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.hashing import checksum
-from storage.row_log.segment import pack_tables, read_header
+from storage.row_log.places import EPOCH, place_at, stored_epoch
+from storage.row_log.recovery import LAST_EPOCH, replay_slots
+from storage.row_log.segment import pack_epochs, pack_ids, pack_tables, read_header
 from storage.row_log.state import State
-from storage.row_log.write_buffer import WriteBuffer
+from storage.row_log.write_buffer import WriteBuffer, buffer_bytes
 from storage.testing import EXTREME_IDS, check_equal, schema_of
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = UUID("00112233-4455-6677-8899-aabbccddeeff").bytes
 ROW_BYTES = 20
+NARROW_IDS = np.array([0, 1, 2, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, 77])
+MOVED_EPOCHS = [300, 600, 301, 300, 555, 557, 599]
 
 
-def golden_segment() -> NDArray[np.uint8]:
-    """Nine rows of two tables, then a tombstone for the fifth: segment 7 of group 3."""
+def golden_group() -> GroupRows:
+    """Group 3, with two tables and no rows."""
     group = GroupRows(3, ROW_BYTES, 2, "a test")
     for table in (5, 0xFFFFFFFF):
         group.add_table(table)
-    group.open = WriteBuffer(ROW_BYTES, 4096, 4096)
-    group.open.begin(group.segments, 7)
-    tables = np.array([5, 0xFFFFFFFF, 5, 5, 5, 0xFFFFFFFF, 5, 5, 5], np.uint32)
-    data = np.arange(9 * ROW_BYTES, dtype=np.uint8).reshape(9, ROW_BYTES)
-    rows = RowIds(3, tables, EXTREME_IDS)
-    group.append(rows, data, lambda group: group.open)
-    group.bury(RowIds(3, tables[4:5], EXTREME_IDS[4:5]), lambda group: group.open)
+    return group
+
+
+def sealed(group: GroupRows) -> NDArray[np.uint8]:
     group.seal(STORE)
     return np.frombuffer(group.sealed[0][1], np.uint8).copy()
 
 
-def test_a_segment_is_written_as_it_always_was() -> None:
-    assert golden_segment().tobytes() == (GOLDEN / "segment_v1.bin").read_bytes()
+def golden_segment(ids: NDArray[np.int64] = EXTREME_IDS) -> NDArray[np.uint8]:
+    """Nine rows of two tables, then a tombstone for the fifth: segment 7 of group 3."""
+    group = golden_group()
+    group.open = WriteBuffer(ROW_BYTES, 4096, 4096)
+    group.open.begin(group.segments, 7)
+    tables = np.array([5, 0xFFFFFFFF, 5, 5, 5, 0xFFFFFFFF, 5, 5, 5], np.uint32)
+    data = np.arange(9 * ROW_BYTES, dtype=np.uint8).reshape(9, ROW_BYTES)
+    rows = RowIds(3, tables, ids)
+    group.append(rows, data, lambda group: group.open)
+    group.bury(RowIds(3, tables[4:5], ids[4:5]), lambda group: group.open)
+    return sealed(group)
+
+
+def moved_segment() -> NDArray[np.uint8]:
+    """Six rows and a tombstone of one table, moved here from segments 300 to 600: segment 1000 of group 3."""
+    group = golden_group()
+    group.open = WriteBuffer(ROW_BYTES, 4096, 4096, moved=True)
+    group.open.begin(group.segments, 1000)
+    ids, tables = np.arange(6), np.full(6, 5, np.uint32)
+    data = np.arange(6 * ROW_BYTES, dtype=np.uint8).reshape(6, ROW_BYTES)
+    group.append(RowIds(3, tables, ids), data, lambda group: group.open)
+    group.bury(RowIds(3, tables[2:3], ids[2:3]), lambda group: group.open)
+    group.open.epochs[:7] = MOVED_EPOCHS
+    return sealed(group)
+
+
+GOLDENS = {
+    "segment_v2": golden_segment,
+    "segment_v2_narrow": lambda: golden_segment(NARROW_IDS),
+    "segment_v2_moved": moved_segment,
+}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_segment_is_written_as_it_always_was(name: str) -> None:
+    assert GOLDENS[name]().tobytes() == (GOLDEN / f"{name}.bin").read_bytes()
+
+
+def replayed(name: str) -> tuple[GroupRows, NDArray[np.uint8]]:
+    """A group that has opened a golden segment, and the segment, which must outlive it."""
+    segment = np.frombuffer((GOLDEN / f"{name}.bin").read_bytes(), np.uint8).copy()
+    header = read_header(segment, 1000 if "moved" in name else 7, "a test")
+    group = golden_group()
+    replay_slots(group, np.array([group.adopt(header, segment.ctypes.data)]), LAST_EPOCH)
+    return group, segment
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"), [("segment_v1", EXTREME_IDS), ("segment_v2", EXTREME_IDS), ("segment_v2_narrow", NARROW_IDS)]
+)
+def test_golden_segments_of_every_version_still_load(name: str, ids: NDArray[np.int64]) -> None:
+    group, _segment = replayed(name)
+    tables = np.array([5, 0xFFFFFFFF, 5, 5, 5, 0xFFFFFFFF, 5, 5, 5], np.uint32)
+    out, found = np.zeros((9, ROW_BYTES), np.uint8), np.zeros(9, np.bool_)
+    group.get(RowIds(3, tables, ids), out, found)
+    assert found.tolist() == [True] * 4 + [False] + [True] * 4
+    assert (out[found] == np.arange(9 * ROW_BYTES, dtype=np.uint8).reshape(9, ROW_BYTES)[found]).all()
+    assert group.index.rows == 8
+
+
+def test_a_golden_segment_of_moved_rows_still_loads() -> None:
+    group, _segment = replayed("segment_v2_moved")
+    out, found = np.zeros((6, ROW_BYTES), np.uint8), np.zeros(6, np.bool_)
+    group.get(RowIds(3, np.full(6, 5, np.uint32), np.arange(6)), out, found)
+    assert found.tolist() == [True, True, False, True, True, True]
+    assert (out[found] == np.arange(6 * ROW_BYTES, dtype=np.uint8).reshape(6, ROW_BYTES)[found]).all()
 
 
 def test_a_segment_is_what_the_documentation_says() -> None:
@@ -53,8 +121,8 @@ def test_a_segment_is_what_the_documentation_says() -> None:
     raw = golden_segment().tobytes()
     assert len(raw) == 4080, "padded to one page of LMDB less its header of 16 bytes"
     assert raw[:8] == b"TEROWSEG"
-    assert struct.unpack_from("<8I", raw, 8) == (1, 128, 3, 10, 1, ROW_BYTES, 32, 2)
-    assert struct.unpack_from("<4BI", raw, 40) == (1, 0, 1, 0, 0)
+    assert struct.unpack_from("<8I", raw, 8) == (2, 128, 3, 10, 1, ROW_BYTES, 32, 2)
+    assert struct.unpack_from("<4BI", raw, 40) == (1, 0, 1, 0, 8)
     assert struct.unpack_from("<6Q", raw, 48) == (7, 7, 7, 128, 128 + 80 + 8 + 10 + 10 + 4, 4080)
     assert raw[96:112] == STORE
     assert struct.unpack_from("<Q", raw, 112)[0] == checksum(raw[128:240], 7)
@@ -63,14 +131,105 @@ def test_a_segment_is_what_the_documentation_says() -> None:
     assert np.frombuffer(raw, "<u4", 2, 208).tolist() == [5, 0xFFFFFFFF]
     assert list(raw[216:226]) == [0, 1, 0, 0, 0, 1, 0, 0, 0, 0]
     assert list(raw[226:236]) == [0] * 9 + [1]
-    for i, id in enumerate([*EXTREME_IDS.tolist(), 2**31 - 1]):
-        row = raw[240 + 32 * i : 272 + 32 * i]
+    check_rows(raw, 240, [*EXTREME_IDS.tolist(), 2**31 - 1])
+
+
+def check_rows(raw: bytes, rows_at: int, ids: list[int]) -> None:
+    """Nine rows as `golden_segment` writes them, a tombstone, zeros."""
+    for i, id in enumerate(ids):
+        row = raw[rows_at + 32 * i : rows_at + 32 + 32 * i]
         expected = bytes(range(ROW_BYTES * i, ROW_BYTES * (i + 1))) if i < 9 else bytes(ROW_BYTES)
         table = 0xFFFFFFFF if i in (1, 5) else 5
         seed = (id * 0x165667B19E3779F9 + table * 0x27D4EB2F165667C5) % 2**64
         assert row[8:] == expected + bytes(4)
         assert int.from_bytes(row[:8], "little") == checksum(expected, seed)
-    assert raw[240 + 320 :] == bytes(4080 - 560)
+    assert raw[rows_at + 320 :] == bytes(4080 - rows_at - 320)
+
+
+def test_ids_below_2_to_the_32_take_4_bytes_each() -> None:
+    raw = golden_segment(NARROW_IDS).tobytes()
+    assert struct.unpack_from("<I", raw, 44) == (4,)
+    assert struct.unpack_from("<Q", raw, 80)[0] == 200, "128 + 40 + 8 + 10 + 10, rounded up"
+    assert np.frombuffer(raw, "<u4", 10, 128).tolist() == [*NARROW_IDS.tolist(), NARROW_IDS[4]]
+    assert np.frombuffer(raw, "<u4", 2, 168).tolist() == [5, 0xFFFFFFFF]
+    check_rows(raw, 200, [*NARROW_IDS.tolist(), int(NARROW_IDS[4])])
+
+
+def test_moved_rows_keep_their_epochs() -> None:
+    raw = moved_segment().tobytes()
+    assert struct.unpack_from("<4BI", raw, 40) == (0, 2, 1, 0, 4), "no codes, epochs of 2 bytes, flags"
+    assert struct.unpack_from("<3Q", raw, 48) == (1000, 300, 600), "number, least and greatest epoch"
+    assert np.frombuffer(raw, "<u4", 7, 128).tolist() == [0, 1, 2, 3, 4, 5, 2]
+    assert np.frombuffer(raw, "<u2", 7, 156).tolist() == [epoch - 300 for epoch in MOVED_EPOCHS]
+    group, _segment = replayed("segment_v2_moved")
+    assert stored_epochs(group.segments.lines, 1, 7).tolist() == MOVED_EPOCHS
+
+
+@njit
+def stored_epochs(lines, slot, rows):
+    out = np.zeros(rows, np.int64)
+    for row in range(rows):
+        out[row] = stored_epoch(lines, place_at(slot, row))
+    return out
+
+
+def test_a_buffer_of_moved_rows_admits_to_no_epoch_until_it_is_sealed() -> None:
+    """A tombstone goes when every other segment begins later: that must not be believed of rows yet to come."""
+    group = golden_group()
+    buffer = WriteBuffer(ROW_BYTES, 4096, 4096, moved=True)
+    buffer.begin(group.segments, 9)
+    assert group.segments.lines[buffer.slot, EPOCH] == 0
+    group.open = buffer
+    rows = RowIds(3, np.full(2, 5, np.uint32), np.arange(2))
+    group.append(rows, np.zeros((2, ROW_BYTES), np.uint8), lambda group: group.open)
+    buffer.epochs[:2] = 8, 3
+    sealed(group)
+    assert group.segments.lines[buffer.slot, EPOCH] == 3
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("segment_bytes", [300, 4096, 1 << 16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_full_segment_keeps_to_its_size_and_its_buffer_to_its_bytes(
+    moved: bool, segment_bytes: int, wide: bool
+) -> None:
+    group = golden_group()
+    tracemalloc.start()
+    buffer = WriteBuffer(ROW_BYTES, segment_bytes, 4096, moved)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held <= buffer.bytes + 512, "the object itself is not counted"
+    assert buffer.bytes == buffer_bytes(segment_bytes, ROW_BYTES, 4096, moved)
+    buffer.begin(group.segments, 9)
+    group.open, n = buffer, buffer.capacity
+    rng = np.random.default_rng(0)
+    tables = rng.choice(np.array([5, 0xFFFFFFFF], np.uint32), n) if wide else np.full(n, 5, np.uint32)
+    rows = RowIds(3, tables, rng.integers(-(2**63) if wide else 0, 2**63 - 1 if wide else 2**32, n))
+    group.append(rows, np.zeros((n, ROW_BYTES), np.uint8), lambda group: group.open)
+    buffer.epochs[:] = rng.integers(0, 2**40 if wide else 300, len(buffer.epochs))
+    segment = sealed(group)
+    assert read_header(segment, 9, "a test").rows == n
+    more = n * (4 + 1 + 6 * moved) + 8 if wide else 0  # ids, tables and epochs that take more than they usually do
+    assert segment_bytes - 64 - more <= len(segment) - more <= max(segment_bytes, 4080)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "width"),
+    [(5, 5, 0), (5, 260, 1), (5, 261, 2), (0, 1 << 16, 4), (1, 1 << 32, 4), (0, 1 << 32, 8), (0, 2**63 - 1, 8)],
+)
+def test_epochs_take_as_few_bytes_as_they_can(least: int, most: int, width: int) -> None:
+    epochs = np.array([most, least, most])
+    packed = pack_epochs(epochs)
+    assert packed.itemsize * (len(packed) > 0) == width
+    assert width == 0 or (packed.astype(np.int64) + least == epochs).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "width"), [([0], 4), ([2**32 - 1, 0], 4), ([2**32], 8), ([-1, 3], 8), ([-(2**63), 2**63 - 1], 8)]
+)
+def test_ids_take_4_bytes_if_all_of_them_fit(ids: list[int], width: int) -> None:
+    packed = pack_ids(np.array(ids))
+    assert packed.itemsize == width and packed.tolist() == ids
 
 
 def test_reading_gives_what_was_written() -> None:
@@ -79,9 +238,10 @@ def test_reading_gives_what_was_written() -> None:
     assert header.store == STORE and header.code_bytes == 1 and header.tables == 2
 
 
-def test_every_flipped_bit_of_header_and_ids_is_found() -> None:
-    segment = golden_segment()
-    for bit in range(8 * 240):
+@pytest.mark.parametrize(("ids", "rows_at"), [(EXTREME_IDS, 240), (NARROW_IDS, 200)])
+def test_every_flipped_bit_of_header_and_ids_is_found(ids: NDArray[np.int64], rows_at: int) -> None:
+    segment = golden_segment(ids)
+    for bit in range(8 * rows_at):
         segment[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CorruptSegmentError, match="segment 7 of a test"):
             read_header(segment, 7, "a test")
@@ -100,11 +260,19 @@ def test_a_segment_under_another_number_is_refused() -> None:
         read_header(golden_segment(), 8, "a test")
 
 
-def test_a_newer_version_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"version": 3}, r"version 3 .*reads versions up to 2"),
+        ({"version": 0}, "version 0 "),
+        ({"id_bytes": 5}, "do not fit the offsets"),
+        ({"version": 1, "id_bytes": 4}, "do not fit the offsets"),
+    ],
+)
+def test_headers_that_this_version_cannot_read_are_refused_by_name(wrong: dict[str, int], message: str) -> None:
     segment = golden_segment()
-    newer = replace(read_header(segment, 7, "a test"), version=2)
-    segment[:128] = np.frombuffer(newer.pack(), np.uint8)
-    with pytest.raises(CorruptSegmentError, match=r"version 2 .*reads version 1"):
+    segment[:128] = np.frombuffer(replace(read_header(segment, 7, "a test"), **wrong).pack(), np.uint8)
+    with pytest.raises(CorruptSegmentError, match=message):
         read_header(segment, 7, "a test")
 
 
@@ -152,19 +320,8 @@ def check_golden_store(store: LmdbStore) -> None:
 
 
 def write_golden_files() -> None:
-    GOLDEN.mkdir(exist_ok=True)
-    (GOLDEN / "segment_v1.bin").write_bytes(golden_segment().tobytes())
-    shutil.rmtree(GOLDEN / "store_v1", ignore_errors=True)
-    config = StoreConfig(segment_bytes=8192, write_buffer_bytes=16384)
-    with LmdbStore(GOLDEN / "store_v1", durability="snapshot", config=config) as store:
-        a, b = store.open_table("ads", schema_of(3)), store.open_table("users", schema_of(2, 1))
-        for i, id in enumerate(EXTREME_IDS):
-            store.put(RowIds.of(a, np.array([id])), np.full((1, 12), i, np.uint8))
-        store.put(RowIds.of(b, np.array([1, 2])), np.repeat(np.array([[0], [255]], np.uint8), 12, axis=1))
-        store.flush(b"golden")
-        store.delete(RowIds.of(a, np.array([-5])))
-    for name in ("owner", "lock.mdb"):
-        (GOLDEN / "store_v1" / name).unlink()
+    for name, segment in GOLDENS.items():
+        (GOLDEN / f"{name}.bin").write_bytes(segment().tobytes())
 
 
 if __name__ == "__main__":

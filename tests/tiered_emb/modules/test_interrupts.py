@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from storage.interrupts import Uninterrupted
 from tiered_emb import (
     JaggedIds,
     ModuleClosedError,
@@ -21,7 +22,6 @@ from tiered_emb import (
     TieredEmbeddingBagCollection,
 )
 from tiered_emb.group import TableGroup
-from tiered_emb.interrupts import Uninterrupted
 from tiered_emb.lookup import forget_failed_passes
 
 TABLES = [TableConfig("a", None, 4), TableConfig("b", None, 6, mode="mean")]

@@ -1,0 +1,288 @@
+"""Committer: what one commit takes along - sealed segments, complete states, deletion of dead segments.
+
+The order that keeps every promise (design, section 4): new segments are committed, then their addresses published. A
+segment is dead at a complete state if that state needs nothing of it; it is deleted by the commit that makes the state
+or by a later one, once no reader in this process can still be in it. A state therefore never lacks a segment, and
+whatever transaction was the last one that reached the disk, opening finds that state. With durability "commit" the
+committer makes a state of its own when dead segments wait for one; it keeps the note of the last flush.
+
+Numbers: segments are numbered as they are opened, one counter a store. A row's epoch is the number of the segment it
+was first written in, so epochs order all changes of a store; a state's epoch is the last number given out.
+
+`commit` runs in the maintenance thread alone. It takes the store's lock to collect what it commits and to publish it,
+and not while the disk is at work.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from storage.errors import StoreFullError, StoreIOError
+from storage.row_log.commits import Totals
+from storage.row_log.group_rows import GroupRows
+from storage.row_log.index_file import Stamp, save_index
+from storage.row_log.lock import StoreLock
+from storage.row_log.log import Commit, RowLog
+from storage.row_log.manifest import INDEX_NAME
+from storage.row_log.pins import Pins
+from storage.row_log.places import COUNT, NUMBER
+from storage.row_log.recovery import LAST_EPOCH, open_log
+from storage.row_log.segment import SegmentHeader, read_header
+from storage.row_log.state import State
+from storage.row_log.write_buffer import WriteBuffer
+
+_DEAD_BYTES = 4 << 20  # for which a store with durability "commit" makes a state of its own
+_GRACE_S = 1.0  # for which readers find what is dead, unless it takes more than this share of the file
+_GRACE_SHARE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one commit takes along: sealed segments, dead ones, a state."""
+
+    sealed: list[tuple[GroupRows, WriteBuffer, memoryview]]
+    dead: list[tuple[GroupRows, int]]
+    state: State | None
+    totals: Totals
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(image) for _, _, image in self.sealed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dead:
+    """A segment that states from number `state` on do not need, and since when that is known."""
+
+    state: int
+    group: GroupRows
+    slot: int
+    since: float
+
+    @property
+    def bytes(self) -> int:
+        return (int(self.group.segments.lines[self.slot, COUNT]) & 0xFFFFFFFF) * self.group.stride
+
+
+class Committer:
+    """See the module's docstring.
+
+    Args:
+        log: the store's log, open for writing.
+        groups: the store's groups; the store appends to this list.
+        lock, pins: the store's.
+        store: uuid, 16 bytes.
+        where: the store's directory.
+        to_state: whether only a flush makes states (durability "snapshot").
+
+    Attributes:
+        state: the last complete state.
+        uncovered: whether segments were committed that no state covers.
+        commits, bytes_written: since the store was opened.
+        put_bytes: of rows put since then; the store counts them.
+        recent_bytes: of the largest commits, lately.
+    """
+
+    def __init__(
+        self,
+        log: RowLog,
+        groups: list[GroupRows],
+        lock: StoreLock,
+        pins: Pins,
+        store: bytes,
+        where: Path,
+        to_state: bool,
+    ) -> None:
+        self.commits = self.bytes_written = self.put_bytes = self.recent_bytes = 0
+        self.uncovered = False
+        self._log = log
+        self._groups = groups
+        self._lock = lock
+        self._pins = pins
+        self._store = store
+        self._where = where
+        self._to_state = to_state
+        self._dead: list[_Dead] = []
+        self._indexed = False  # the index file is that of the log as it is
+        with log.reading() as txn:
+            self.state = log.state(txn)
+            numbers = log.numbers(txn)
+            last = log.last_commit(txn)
+        self._last_totals = Totals() if last is None else last.totals
+        self._put_before = self._last_totals.put_bytes
+        self._next_number: int = max([self.state.epoch, *numbers[-1:].tolist()]) + 1
+
+    def recover(self) -> None:
+        """Fill the groups' indexes; if only flushes make states, discard what came after the last one."""
+        with self._log.reading() as txn:
+            last = self.state.epoch if self._to_state else LAST_EPOCH
+            later, self._indexed = open_log(self._log, txn, self._groups, last, self._store, self._where)
+            numbers = self._log.numbers(txn)
+        if later:  # the state covers their numbers from now on, so that no segment gets one of them again
+            self.state = replace(self.state, epoch=self._next_number - 1)
+            self._commit_changes(Commit(deletes=tuple(later), state=self.state, went_back=True))
+        self.uncovered = not self._to_state and bool((numbers > self.state.epoch).any())
+
+    def take_number(self) -> int:
+        """A number for a segment that is begun. Requires: the lock."""
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+    def commit(self, note: bytes | None = None) -> None:
+        """Make all sealed segments durable, then publish where they are.
+
+        Args:
+            note: makes a complete state of all rows there are, with this note.
+
+        Raises:
+            StoreFullError: no room; call again once there is.
+            StoreIOError, CorruptSegmentError: the disk cannot be believed any more.
+        """
+        with self._lock:
+            batch = self._take_batch(note)
+        if not (batch.sealed or batch.dead or batch.state):
+            return
+        try:
+            self._write(batch)
+        except StoreFullError:
+            self._delete_dead()
+            raise
+
+    def _write(self, batch: _Batch) -> None:
+        segments = tuple((buffer.number, image) for _, buffer, image in batch.sealed)
+        deletes = tuple(int(group.segments.lines[slot, NUMBER]) for group, slot in batch.dead)
+        self._commit_changes(Commit(segments, deletes, batch.state, batch.totals))
+        committed = self._read_back(batch)
+        with self._lock:
+            self._publish(batch, committed)
+
+    def _delete_dead(self) -> None:
+        """On a full disk: delete what the last state does not need, so that the next commit finds room in the file."""
+        with self._lock:
+            batch = _Batch([], self._deletable(self.state.number), None, self._totals([]))
+        if batch.dead:
+            with suppress(StoreFullError):
+                self._write(batch)
+
+    def _commit_changes(self, changes: Commit) -> None:
+        if self._indexed:  # no longer; the commit takes its token away
+            self._indexed = False
+            (self._where / INDEX_NAME).unlink(missing_ok=True)
+        self._log.commit(changes)
+
+    def _take_batch(self, note: bytes | None) -> _Batch:
+        """What is sealed, and a state if one is wanted; all of it at one instant, so that the state lacks nothing."""
+        if note is None and self._needs_state():
+            note = self.state.note
+        state = None if note is None else self._seal_state(note)
+        if state is not None:
+            self._retire_dead(state.number)
+        dead = self._deletable(self.state.number if state is None else state.number)
+        sealed = [(group, *one) for group in self._groups for one in group.sealed]
+        return _Batch(sealed, dead, state, self._totals(sealed))
+
+    def _deletable(self, number: int) -> list[tuple[GroupRows, int]]:
+        """Dead segments that a commit at state `number` deletes.
+
+        Processes that follow recognise rows by the ids that segments store, those of dead ones too, until they have
+        taken in what replaced them. So beside readers the dead are kept for `_GRACE_S`, as far as space allows.
+        """
+        dead = [one for one in self._dead if one.state <= number]
+        if self._log.has_readers():
+            recent, room = time.monotonic() - _GRACE_S, self._log.disk_bytes // _GRACE_SHARE
+            while dead and dead[-1].since > recent and dead[-1].bytes <= room:
+                room -= dead.pop().bytes
+        return [(one.group, one.slot) for one in dead]
+
+    def _totals(self, sealed: list[tuple[GroupRows, WriteBuffer, memoryview]]) -> Totals:
+        """What the record of a commit says that takes these segments along."""
+        before, groups = self._last_totals, self._groups
+        return Totals(
+            put_bytes=self._put_before + self.put_bytes,
+            written_bytes=before.written_bytes + sum(len(image) for _, _, image in sealed),
+            moved_bytes=before.moved_bytes + sum(len(image) for _, buffer, image in sealed if buffer.moved),
+            live_rows=sum(group.index.rows for group in groups),
+            live_bytes=sum(group.index.rows * group.row_bytes for group in groups),
+            segment_bytes=sum(int(group.segment_bytes().sum()) for group in groups),
+            file_bytes=self._log.disk_bytes,
+        )
+
+    def _seal_state(self, note: bytes) -> State:
+        """The state that all rows put so far make. They are sealed, for the commit that it comes with."""
+        for group in self._groups:
+            group.seal(self._store)
+            group.seal_moving(self._store)
+        return State(self.state.number + 1, self._next_number - 1, note)
+
+    def _needs_state(self) -> bool:
+        """Whether dead segments wait for a state that no flush makes."""
+        if self._to_state:
+            return False
+        return sum(int(group.segment_bytes()[group.dead_slots()].sum()) for group in self._groups) > _DEAD_BYTES
+
+    def _retire_dead(self, number: int) -> None:
+        """Have what no longer is needed at a state deleted, as soon as no reader can be in it."""
+        for group in self._groups:
+            for slot in group.dead_slots():
+                group.dying.add(slot)
+                self._pins.retire(partial(self._bury, number, group, slot))
+
+    def _bury(self, number: int, group: GroupRows, slot: int) -> None:
+        self._dead.append(_Dead(number, group, slot, time.monotonic()))
+
+    def _read_back(self, batch: _Batch) -> list[tuple[SegmentHeader, int]]:
+        """Headers, verified, and addresses of the segments just committed."""
+        committed = []
+        with self._log.reading() as txn:
+            for _, buffer, _ in batch.sealed:
+                segment = self._log.segment(txn, buffer.number)
+                committed.append((read_header(segment, buffer.number, str(self._where)), segment.ctypes.data))
+        return committed
+
+    def _publish(self, batch: _Batch, committed: list[tuple[SegmentHeader, int]]) -> None:
+        """Point committed segments into the memory map, let their buffers go, forget deleted ones."""
+        for (group, buffer, _), (header, address) in zip(batch.sealed, committed, strict=True):
+            group.adopt(header, address, buffer.slot)
+            group.sealed.remove(next(one for one in group.sealed if one[0] is buffer))
+            self._pins.retire(partial(self._let_go, group, buffer))
+        for group, slot in batch.dead:
+            group.dying.discard(slot)
+            group.segments.give_back(slot)
+        gone = {(id(group), slot) for group, slot in batch.dead}
+        self._dead = [one for one in self._dead if (id(one.group), one.slot) not in gone]
+        if batch.state is not None:
+            self.state = batch.state
+        highest = max((buffer.number for _, buffer, _ in batch.sealed), default=0)
+        self.uncovered = highest > self.state.epoch or (batch.state is None and self.uncovered)
+        self._count(batch)
+
+    def _let_go(self, group: GroupRows, buffer: WriteBuffer) -> None:
+        """A buffer that nobody reads any more is a spare one, unless compaction filled it."""
+        if buffer.moved:
+            group.buffered_bytes -= buffer.bytes
+        else:
+            group.spare.append(buffer)
+        self._lock.notify_all()
+
+    def _count(self, batch: _Batch) -> None:
+        self.commits += 1
+        self.bytes_written += batch.bytes
+        self.recent_bytes = max(batch.bytes, self.recent_bytes * 15 // 16)
+        self._last_totals = batch.totals
+
+    def save_index(self) -> None:
+        """Leave the index in a file, for the next open. Requires: all is committed, and nobody reads or writes."""
+        if self._indexed:
+            return
+        token = os.urandom(16)
+        with suppress(StoreFullError, StoreIOError):  # the log has it all; the next open takes longer
+            self._log.commit(Commit(token=token))
+            with self._log.reading() as txn:
+                stamp = Stamp(self._store, token, self._log.transaction(txn))
+            save_index(self._where / INDEX_NAME, self._groups, stamp)

@@ -1,0 +1,454 @@
+"""Compaction: segments of which little is live give their live rows to new segments, and go.
+
+Which segments: those with the best ratio of what they give back to what they cost, older ones first (the cost-benefit
+rule of Rosenblum and Ousterhout, "The design and implementation of a log-structured file system", SOSP '91): with
+`u` the share of a segment that is needed, (1 - u) * age / (1 + u). When: as soon as segments take more than
+`max_space_ratio` times the live rows' bytes, less what a few commits need until the pages of dead segments are free
+again. Rows are stored with 16 bytes of checksum and id at most, so narrow ones cannot keep to a ratio near 1: at least
+half of what the ratio allows beyond 1 is always allowed beyond the stored bytes. How much: what brings space back under
+that line; at most `_ROUND_BYTES` between two commits, so that puts go on; never more a second than
+`compact_bytes_per_s`.
+
+A moved row is readable in its new segment at once and keeps its epoch; `row_log.move` says how a put or a delete of the
+same row wins. The old segment is not touched. It is deleted, by a commit, once the new one is committed and a complete
+state no longer needs it, so a crash leaves the old segment or both, and both say the same.
+
+Only segments that the last complete state covers are moved: then a moved segment never mixes rows from both sides of a
+state, and what came after a state can still be dropped as whole segments.
+
+Tombstones move along until nothing is left that they hide. That is looked up, in the ids of all segments, when there
+is one tombstone for every `_ROWS_A_TOMBSTONE` rows.
+
+A row whose bytes are damaged stays where it is, and its segment with it, so that the damage is found under its id.
+
+Runs in the maintenance thread; takes the store's lock for a few thousand rows at a time. It commits nothing itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import CorruptSegmentError, StorageError
+from storage.row_log.committer import Committer
+from storage.row_log.config import StoreConfig
+from storage.row_log.gather import SEGMENT_FULL
+from storage.row_log.group_rows import GroupRows
+from storage.row_log.lock import StoreLock
+from storage.row_log.move import collect_tombstones, count_tombstones, mark_needed, move_rows, verify_rows
+from storage.row_log.pages import ask_for
+from storage.row_log.pins import Pins
+from storage.row_log.places import COUNT, IDS, LIVE, MAX_SLOTS, NUMBER, ROWS
+from storage.row_log.write_buffer import WriteBuffer, buffer_bytes
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+_BLOCK_ROWS = 2048  # moved under one hold of the lock
+_ROUND_BYTES = 16 << 20
+_LEAST_SEGMENTS = 8  # a store of fewer full segments is left alone
+_GAPS = 0.04  # of the file lie between segments, too small for one
+_WORTHWHILE = 0.95  # greatest share of a segment that may be needed for it to be moved
+_ROWS_A_TOMBSTONE = 8
+_LEAST_TOMBSTONES = 4096
+_CHOSEN = 16  # victims at a time
+_BREATH_S = 1e-4  # between two rounds, in which others get at the lock
+_PAUSE_S = 0.05  # between two looks at a budget that is used up
+_PATIENCE_S = 0.1  # with readers that keep committed buffers in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A segment to be moved; its slot may be another's by the time its turn comes."""
+
+    group: GroupRows
+    slot: int
+    number: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the segment still has this slot. Requires: the lock."""
+        return int(self.group.segments.lines[self.slot, NUMBER]) == self.number
+
+    @property
+    def has_tombstones(self) -> bool:
+        """Whether tombstones of it are still needed. Requires: the lock."""
+        return bool(self.group.segments.lines[self.slot, COUNT] >> 32)
+
+    @property
+    def bytes(self) -> int:
+        """About how many bytes it takes."""
+        return int(self.group.segment_bytes()[self.slot])
+
+
+@dataclass(slots=True)
+class FullCompaction:
+    """A compaction of everything, for which somebody waits.
+
+    Attributes:
+        progress: is told bytes done and bytes in all.
+        end_scans: ends scans that go on, under the lock.
+        ended, cancelled: by the thread that compacts; by who has waited.
+        error: what `progress` raised.
+    """
+
+    progress: Progress
+    end_scans: Callable[[], None]
+    ended: bool = False
+    cancelled: bool = False
+    error: Exception | None = None
+
+
+class Compactor:
+    """See the module's docstring.
+
+    Args:
+        lock, pins: the store's.
+        groups: the store's groups; the store appends to this list.
+        config: sizes and budget.
+        page_bytes: of LMDB.
+        store: uuid, 16 bytes.
+        committer: gives numbers, and commits what is sealed.
+
+    Attributes:
+        holds: for which no row may move: scans that go on, all of which a verb that writes ends, and closing.
+        waits: whether there was something to do but for them.
+        rows_moved, bytes_moved: since the store was opened; stored bytes of the rows.
+        slack_bytes: what the file takes beside segments that are needed, about; set by the writer.
+    """
+
+    def __init__(
+        self,
+        lock: StoreLock,
+        pins: Pins,
+        groups: list[GroupRows],
+        config: StoreConfig,
+        page_bytes: int,
+        store: bytes,
+        committer: Committer,
+    ) -> None:
+        self.rows_moved = self.bytes_moved = self.slack_bytes = 0
+        self.holds: set[object] = set()
+        self.waits = False
+        self._lock = lock
+        self._pins = pins
+        self._groups = groups
+        self._config = config
+        self._page_bytes = page_bytes
+        self._store = store
+        self._committer = committer
+        self._damaged: set[tuple[int, int]] = set()  # group and number of segments that keep damaged rows
+        self._reached: dict[tuple[int, int], int] = {}  # rows done of segments that were left half way
+        self._allowance, self._since = 0.0, time.monotonic()
+        self._swept = 0  # tombstones that the last sweep left
+        self._sweeping: list[Victim] = []  # what the sweep that goes on has not come to yet
+        self._portion: list[tuple[Victim, NDArray[np.uint64], NDArray[np.bool_]]] = []  # what it has come to
+
+    # ---- when and what
+
+    def excess_bytes(self) -> int:
+        """How much more space is needed by live segments than they should take. Requires: the lock."""
+        used = allowed = 0
+        ratio = self._config.max_space_ratio
+        for group in self._groups:
+            lines = group.segments.lines
+            needed = (lines[:, LIVE] > 0) | (lines[:, COUNT] >> 32 > 0)
+            used += int(group.segment_bytes()[needed].sum())
+            of_row = max(ratio * group.row_bytes, (1 + ratio) / 2 * (group.stride + 8))
+            allowed += int(of_row * group.index.rows)
+        least = _LEAST_SEGMENTS * max(self._config.filled_bytes, self._page_bytes)
+        slack = min(self.slack_bytes, allowed // 4) + int(_GAPS * allowed)
+        return used - max(allowed - slack, least)
+
+    def _is_far_behind(self, excess: int) -> bool:
+        """Whether puts should rather wait than go on. Requires: the lock."""
+        if self._config.compact_bytes_per_s is not None:
+            return False
+        live = sum(group.index.rows * group.row_bytes for group in self._groups)
+        return excess > max(live // 50, self._config.filled_bytes)
+
+    def _victims(self, epoch: int, most: int, *, every: bool = False) -> list[Victim]:
+        """Segments worth moving, the best first. Requires: the lock."""
+        if not self._groups:
+            return []
+        slots, scores = zip(*(self._scores(group, epoch, every) for group in self._groups), strict=True)
+        owners = np.repeat(np.arange(len(slots)), [len(some) for some in slots])
+        best = np.argsort(-np.concatenate(scores), kind="stable")[:most]
+        found = [(self._groups[owners[at]], int(np.concatenate(slots)[at])) for at in best]
+        return [Victim(group, slot, int(group.segments.lines[slot, NUMBER])) for group, slot in found]
+
+    def _scores(self, group: GroupRows, epoch: int, every: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Slots of a group's segments that may be moved, and what that is worth."""
+        lines = group.segments.lines
+        rows, tombstones = lines[:, COUNT] & 0xFFFFFFFF, lines[:, COUNT] >> 32
+        needed = lines[:, LIVE] + tombstones
+        wanted = (lines[:, NUMBER] > 0) & (lines[:, NUMBER] <= epoch) & (needed > 0)
+        wanted &= ((lines[:, LIVE] < rows) | (tombstones > 0)) if every else needed < _WORTHWHILE * rows
+        wanted[list(group.slots_in_memory() | group.dying)] = False
+        wanted &= ~np.isin(lines[:, NUMBER], [number for of, number in self._damaged if of == group.group])
+        slots = np.flatnonzero(wanted)
+        share = needed[slots] / np.maximum(rows[slots], 1)
+        return slots, (1 - share) * (epoch + 1 - lines[slots, NUMBER]) / (1 + share)
+
+    # ---- a round
+
+    def run(self, epoch: int, wanted_elsewhere: Callable[[], bool]) -> float | None:
+        """Bring space back within its bounds, as far as one round goes.
+
+        Args:
+            epoch: of the last complete state.
+            wanted_elsewhere: whether a commit is waited for, under the lock.
+
+        Returns:
+            Seconds after which to come back, None if there is nothing left to do.
+        """
+        if self._config.compact_bytes_per_s == 0:
+            return None
+        self._sweep_some(epoch, wanted_elsewhere)
+        begun, victims = self.bytes_moved, list[Victim]()
+        while self.bytes_moved - begun < _ROUND_BYTES:
+            with self._lock:
+                excess = self.excess_bytes()
+                self.waits = excess > 0 and bool(self.holds)
+                if excess <= 0 or self.waits:
+                    return None
+                if wanted_elsewhere() and not self._is_far_behind(excess):
+                    return _BREATH_S
+                victims = victims or self._victims(epoch, _CHOSEN)
+            if not victims:
+                return None
+            if not self._afford():
+                return _PAUSE_S
+            self._move(victims.pop(0))
+        return _BREATH_S
+
+    def run_all(self, epoch: int, work: FullCompaction) -> None:
+        """Move everything that has dead rows, whatever the budget; `work` gets what its progress raises."""
+        self._commit_moved()
+        with self._lock:
+            victims = self._victims(epoch, MAX_SLOTS, every=True)
+            sizes = [victim.bytes for victim in victims]
+        groups = {victim.group.group: victim.group for victim in victims}
+        kept = {number: self._sweep(group) for number, group in groups.items()}
+        try:
+            for at, victim in enumerate(victims):
+                work.progress(sum(sizes[:at]), sum(sizes))
+                if work.cancelled:
+                    break
+                self._move(victim, *kept[victim.group.group], end_scans=work.end_scans)
+            else:
+                work.progress(sum(sizes), sum(sizes))
+        except StorageError:
+            raise
+        except Exception as error:  # of the caller's own
+            work.error = error
+        self._commit_moved()
+
+    def _commit_moved(self) -> None:
+        """Have no moved rows in memory."""
+        with self._lock:
+            for group in self._groups:
+                group.seal_moving(self._store)
+        self._committer.commit()
+
+    def _afford(self) -> bool:
+        """Whether the bandwidth budget allows for another segment."""
+        rate = self._config.compact_bytes_per_s
+        if rate is None:
+            return True
+        now = time.monotonic()
+        self._allowance = min(self._allowance + (now - self._since) * rate, float(rate))
+        self._since = now
+        return self._allowance > 0
+
+    # ---- one segment
+
+    def _move(
+        self,
+        victim: Victim,
+        hashes: NDArray[np.uint64] | None = None,
+        needed: NDArray[np.bool_] | None = None,
+        *,
+        end_scans: Callable[[], None] | None = None,
+    ) -> None:
+        """Move what a committed segment still has that is needed; sealed segments are left for the next commit.
+
+        Args:
+            hashes, needed: as `move_rows`; None = no tombstone is dropped.
+            end_scans: ends scans that go on, under the lock; None = they go first.
+        """
+        with self._lock:
+            there = victim.is_there and (end_scans is not None or not self.holds)
+        damaged = self._verify(victim) if there else None
+        if damaged is None:
+            return
+        hashes = np.zeros(0, np.uint64) if hashes is None else hashes
+        needed = np.zeros(0, np.bool_) if needed is None else needed
+        at = self._reached.get((victim.group.group, victim.number), 0)
+        while at < len(damaged):
+            with self._lock:
+                if end_scans is not None:
+                    end_scans()
+                if self.holds or not victim.is_there:
+                    return
+                at = self._move_block(victim, at, damaged, hashes, needed)
+                self._remember(victim, at if at < len(damaged) else 0)
+                sealed = sum(buffer.moved for buffer, _ in victim.group.sealed)
+            full = sealed >= self._most_sealed(victim.group)
+            self._lock.give_way()
+            if full:
+                self._committer.commit()
+                with self._lock:  # for readers, who keep what was committed in memory
+                    self._lock.wait_for(lambda: not self._pins.waiting, _PATIENCE_S)
+
+    def _remember(self, victim: Victim, at: int) -> None:
+        """Where a move goes on that is cut short: no tombstone is moved, and counted, twice."""
+        key = (victim.group.group, victim.number)
+        if at:
+            self._reached[key] = at
+        else:
+            self._reached.pop(key, None)
+
+    def _verify(self, victim: Victim) -> NDArray[np.bool_] | None:
+        """Which rows of a segment are damaged, with all its pages read; None if its ids cannot be believed."""
+        group, slot, lines = victim.group, victim.slot, victim.group.segments.lines
+        rows = int(lines[slot, COUNT]) & 0xFFFFFFFF
+        damaged = np.zeros(rows, np.bool_)
+        begin, end = int(lines[slot, IDS]), int(lines[slot, ROWS]) + rows * group.stride
+        ask_for(begin, end - begin)
+        try:
+            group.check_ids(slot)
+        except CorruptSegmentError:
+            self._damaged.add((group.group, victim.number))
+            return None
+        if verify_rows(lines, np.uint64(group.stride), slot, damaged):
+            self._damaged.add((group.group, victim.number))
+        return damaged
+
+    def _move_block(
+        self,
+        victim: Victim,
+        start: int,
+        damaged: NDArray[np.bool_],
+        hashes: NDArray[np.uint64],
+        needed: NDArray[np.bool_],
+    ) -> int:
+        group, slot = victim.group, victim.slot
+        buffer = group.moving or self._open(group)
+        lines = group.segments.lines
+        before = int(lines[buffer.slot, COUNT]) & 0xFFFFFFFF
+        stop = min(start + _BLOCK_ROWS, len(damaged))
+        at, status = move_rows(
+            group.index.table,
+            group.index.shift,
+            lines,
+            np.uint64(group.stride),
+            slot,
+            start,
+            stop,
+            damaged,
+            buffer.slot,
+            buffer.capacity,
+            buffer.epochs,
+            hashes,
+            needed,
+        )
+        moved = (int(lines[buffer.slot, COUNT]) & 0xFFFFFFFF) - before
+        self.rows_moved += moved
+        self.bytes_moved += moved * group.stride
+        self._allowance -= moved * group.stride
+        if status == SEGMENT_FULL or at == len(damaged):
+            self._seal_full(group, buffer)
+        return int(at)
+
+    def _seal_full(self, group: GroupRows, buffer: WriteBuffer) -> None:
+        if int(group.segments.lines[buffer.slot, COUNT]) & 0xFFFFFFFF == buffer.capacity:
+            group.seal_moving(self._store)
+
+    def _open(self, group: GroupRows) -> WriteBuffer:
+        """Begin a segment for moved rows; that of another group is finished as it is, so that one at a time is open."""
+        for other in self._groups:
+            other.seal_moving(self._store)
+        group.moving = WriteBuffer(group.row_bytes, self._config.filled_bytes, self._page_bytes, moved=True)
+        group.buffered_bytes += group.moving.bytes
+        group.moving.begin(group.segments, self._committer.take_number())
+        return group.moving
+
+    def _most_sealed(self, group: GroupRows) -> int:
+        """Segments of moved rows that may wait for a commit."""
+        return max(1, self._config.write_buffer_bytes // 8 // self._buffer_bytes(group))
+
+    def memory_bytes(self) -> int:
+        """The most host memory that compaction takes by itself, with LMDB's copy of what is being committed."""
+        if self._config.compact_bytes_per_s == 0:
+            return 0
+        return max(((1 + 2 * self._most_sealed(g)) * self._buffer_bytes(g) for g in self._groups), default=0)
+
+    def _buffer_bytes(self, group: GroupRows) -> int:
+        return buffer_bytes(self._config.filled_bytes, group.row_bytes, self._page_bytes, moved=True)
+
+    # ---- tombstones
+
+    def _sweep_some(self, epoch: int, wanted_elsewhere: Callable[[], bool]) -> None:
+        """Drop tombstones that hide nothing any more, once they have become many; some segments at a time."""
+        with self._lock:
+            tombstones = self._tombstones()
+            rows = sum(group.index.rows for group in self._groups)
+            due = tombstones > max(rows // _ROWS_A_TOMBSTONE, 2 * self._swept, _LEAST_TOMBSTONES)
+            if not (due or self._sweeping or self._portion) or self.holds:
+                return
+            if not self._sweeping:
+                every = self._victims(epoch, MAX_SLOTS, every=True)
+                self._sweeping = [victim for victim in every if victim.has_tombstones]
+        if not self._portion:
+            self._take_portion()
+        while self._portion and self._afford():
+            self._move(*self._portion.pop())
+            with self._lock:
+                if wanted_elsewhere():
+                    return
+        if not self._sweeping and not self._portion:
+            with self._lock:
+                self._swept = self._tombstones()
+
+    def _take_portion(self) -> None:
+        """Find out what the tombstones of the next segments still hide."""
+        self._commit_moved()
+        with self._lock:
+            some = [self._sweeping.pop() for _ in range(min(_CHOSEN, len(self._sweeping)))]
+            some = [victim for victim in some if victim.is_there and victim.has_tombstones]
+        for group in {id(victim.group): victim.group for victim in some}.values():
+            of_group = [victim for victim in some if victim.group is group]
+            hidden = self._sweep(group, [victim.slot for victim in of_group])
+            self._portion += [(victim, *hidden) for victim in of_group]
+
+    def _tombstones(self) -> int:
+        return sum(int((group.segments.lines[:, COUNT] >> 32).sum()) for group in self._groups)
+
+    def _sweep(
+        self, group: GroupRows, burying: list[int] | None = None
+    ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+        """The tombstones of some committed segments as a set of hashes, and which of them still hide a row.
+
+        Requires: no moved rows in memory, so that rows older than a tombstone lie in committed segments only.
+
+        Args:
+            burying: slots; None = all that have tombstones.
+        """
+        with self._lock:
+            lines, in_memory = group.segments.lines.copy(), group.slots_in_memory()
+        slots = [int(slot) for slot in np.flatnonzero(lines[:, NUMBER]) if int(slot) not in in_memory]
+        burying = [slot for slot in slots if lines[slot, COUNT] >> 32] if burying is None else burying
+        count = sum(int(count_tombstones(lines, slot)) for slot in burying)
+        hashes = np.zeros(1 << (2 * count + 1).bit_length(), np.uint64)
+        epochs = np.zeros(len(hashes), np.int64)
+        needed = np.zeros(len(hashes), np.bool_)
+        for slot in burying:
+            collect_tombstones(lines, slot, hashes, epochs)
+        for slot in slots if count else []:
+            mark_needed(lines, slot, hashes, epochs, needed)
+        return hashes, needed

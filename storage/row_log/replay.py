@@ -1,0 +1,142 @@
+"""Kernels of opening: the rows of committed segments into the index, their tombstones out of it. Without the GIL.
+
+The order in which segments are replayed does not matter: of two versions the newer epoch wins, within a segment the
+later row, and tombstones stay in the index until `bury` has seen all segments. A row that was moved was the last thing
+its segment said of the id, and a tombstone that was moved may not have been: of equal epochs, the row wins. Called
+under the store's lock.
+
+A row costs about 45 ns if its id is new, most of it the one cache line of the index that it goes to: all ids of a
+segment are hashed first, and the lines asked for some rows ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from storage.id_index import LIMIT, USED, first_match, home_address, place_of, remove_entry, seek, set_entry
+from storage.row_log.gather import DONE, SHARD_FULL, seek_row
+from storage.row_log.hashing import mix
+from storage.row_log.places import (
+    COUNT,
+    EPOCH,
+    LIVE,
+    NUMBER,
+    WIDTHS,
+    place_at,
+    slot_of,
+    stored_epoch,
+    stored_id,
+    stored_table,
+    stored_tombstone,
+)
+from storage.row_log.raw import prefetch, uncounted
+
+_INDEX_AHEAD = 16
+_0, _48 = np.uint64(0), np.uint64(48)
+
+
+@njit(inline="always")
+def _hash_at(segments: Any, place: Any) -> Any:
+    """The hash of the id and table stored at a place."""
+    return mix(np.uint32(stored_table(segments, place)), stored_id(segments, place))
+
+
+@njit(nogil=True, cache=True)
+def _mark_ids(segments: Any, slots: Any, marks: Any, mask: Any) -> None:
+    """Set the mark of each id whose hash has no bit of `mask` (uint64): one of 2^16, by its upper bits."""
+    segments, marks = uncounted(segments), uncounted(marks)
+    for slot in slots:
+        for at in range(segments[slot, COUNT] & 0xFFFFFFFF):
+            hash = _hash_at(segments, place_at(slot, at))
+            if hash & mask == _0:
+                marks[hash >> _48] = True
+
+
+def distinct_ids(segments: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
+    """About how many ids committed segments hold between them, to a percent; never more than they have rows.
+
+    Linear counting (Whang, Vander-Zanden and Taylor, 1990) of a share of the ids so small that half of the marks or
+    more stay unset.
+    """
+    rows = int((segments[slots, COUNT] & 0xFFFFFFFF).sum())
+    bits = max(0, (rows >> 16).bit_length() - 1)
+    marks = np.zeros(1 << 16, np.bool_)
+    _mark_ids(segments, slots, marks, np.uint64((1 << bits) - 1))
+    unset = 1 - marks.sum() / len(marks)
+    return rows if unset == 0 else min(rows, round(-len(marks) * math.log(unset) * (1 << bits)))
+
+
+@njit(nogil=True, cache=True)
+def replay(
+    shards: Any, shift: Any, segments: Any, stride: Any, slot: Any, last_epoch: Any, known_epoch: Any, start: Any
+) -> Any:
+    """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
+
+    Args:
+        stride: uint64, stored bytes of a row; None if all ids that the index leads to were verified just now, for which
+            Numba compiles a kernel of its own, faster by a quarter.
+        last_epoch: rows with epochs above it are passed over.
+        known_epoch: the index has seen all changes up to this epoch, and buried tombstones: a moved row of an epoch up
+            to it is taken only if its id has an entry. It was deleted otherwise.
+        start: row to begin at.
+
+    Returns:
+        (row to go on at, DONE | SHARD_FULL, the full shard).
+    """
+    shards, segments = uncounted(shards), uncounted(segments)
+    count = segments[slot, COUNT] & 0xFFFFFFFF
+    number, epoch = segments[slot, NUMBER], segments[slot, EPOCH]
+    one_epoch = (segments[slot, WIDTHS] >> 8) & 255 == 0
+    hashes = np.empty(count, np.uint64)
+    for at in range(start, count):
+        hashes[at] = _hash_at(segments, place_at(slot, at))
+    for at in range(start, count):
+        prefetch(home_address(shards, shift, hashes[min(at + _INDEX_AHEAD, count - 1)]))
+        place = place_at(slot, at)
+        if not one_epoch:
+            epoch = stored_epoch(segments, place)
+        if epoch > last_epoch:
+            continue
+        table, id, hash = np.uint32(stored_table(segments, place)), stored_id(segments, place), hashes[at]
+        if stride is None:
+            position = seek(shards, shift, hash, segments, table, id)
+        else:
+            hint = first_match(shards, shift, hash)
+            position = seek_row(shards, shift, hash, segments, stride, table, id, hint)
+        if position < 0:
+            shard = np.int64(hash >> shift)
+            if epoch < number and epoch <= known_epoch:
+                continue
+            if shards[shard, USED] >= shards[shard, LIMIT]:
+                return at, SHARD_FULL, shard
+            position = -1 - position
+            shards[shard, USED] += 1
+        else:
+            old = place_of(shards, shift, hash, position)
+            epoch_of_old = stored_epoch(segments, old)
+            if epoch_of_old > epoch or (epoch_of_old == epoch < number and stored_tombstone(segments, place)):
+                continue
+            segments[slot_of(old), LIVE] -= 1
+        set_entry(shards, shift, hash, position, place)
+        segments[slot, LIVE] += 1
+    return count, DONE, 0
+
+
+@njit(nogil=True, cache=True)
+def bury(shards: Any, shift: Any, segments: Any, slot: Any) -> None:
+    """Take the tombstones of a committed segment out of the index."""
+    shards, segments = uncounted(shards), uncounted(segments)
+    for at in range(segments[slot, COUNT] & 0xFFFFFFFF):
+        place = place_at(slot, at)
+        if stored_tombstone(segments, place):
+            table, id = np.uint32(stored_table(segments, place)), stored_id(segments, place)
+            hash = mix(table, id)
+            position = seek(shards, shift, hash, segments, table, id)
+            if position >= 0 and place_of(shards, shift, hash, position) == place:
+                remove_entry(shards, shift, hash, position)
+                segments[slot, LIVE] -= 1
