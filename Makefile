@@ -1,7 +1,7 @@
 # Everything is set up by the first target that needs it: `make demo` or `make test` alone on a fresh machine is enough.
 # Needs GNU make and a Python >= 3.11 with venv; PYTHON=/path/to/python3.12 picks one by hand.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test lint bench faults clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -52,6 +52,9 @@ $(VENV)/installed-bench: $(VENV)/installed
 
 bench: $(VENV)/installed-bench ## the benchmark BENCH (default hot_path) beside its baselines
 	$(PY) -m benchmarks $(BENCH)
+
+faults: $(VENV)/installed ## all of the store's fault suites: kills, power cuts, full disks, damage; ends with a line of JSON
+	$(PY) -m pytest tests/faults --all-faults --capture=no
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
