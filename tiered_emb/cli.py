@@ -1,57 +1,26 @@
 """`tiered-emb`: the command line. Commands import what they need when they run, so that `--help` is quick.
 
-Exit codes: 0 done, 1 failed, 2 an option that makes no sense, 130 Ctrl-C. Errors that this project raises on purpose
-are one line on stderr; any other is a bug and keeps its traceback.
+How they end, and their exit codes: `tiered_emb.exits`.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
-
-_ARGUMENT = re.compile(r"(?<![-\w/.'])(hbm_bytes|ddr_bytes|lr)(?![-\w/.'])")
-
-
-class _Group(click.Group):
-    """A group whose commands end in one line on Ctrl-C, also while they still import what they need."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("tiered-emb: interrupted", err=True)
-            ctx.exit(INTERRUPTED)
+from tiered_emb.exits import INTERRUPTED, CommandGroup, one_line_errors
+from tiered_emb.store_cli import store
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """The errors of this project as one line and an exit code, not a traceback."""
-    from storage.errors import StorageError
-    from tiered_emb.errors import ConfigError, TieredEmbError
-
-    try:
-        yield
-    except (TieredEmbError, StorageError) as error:
-        click.echo(f"tiered-emb: {_as_options(str(error))}", err=True)
-        sys.exit(MISUSED if isinstance(error, ConfigError) else FAILED)
-
-
-def _as_options(message: str) -> str:
-    """A message of the library, whose arguments are options here."""
-    return _ARGUMENT.sub(lambda found: "--" + found[0].replace("_", "-"), message)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tiered-emb")
 def main() -> None:
     """Embedding tables larger than memory, spread over HBM, DDR and SSD."""
+
+
+main.add_command(store)
 
 
 @main.command()
@@ -90,7 +59,7 @@ def main() -> None:
 @click.option("--json", metavar="FILE|-", help="The report as JSON; - = the last line of standard output.")
 def train(**options: Any) -> None:
     """Train a click model (DLRM) over tiered tables and test it on the last tenth."""
-    with _one_line_errors():
+    with one_line_errors():
         from tiered_emb.reference.command import train as run
         from tiered_emb.reference.interrupt import Interrupted
         from tiered_emb.reference.settings import TrainOptions
