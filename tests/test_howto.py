@@ -7,7 +7,9 @@ very tree is there already, and is not changed again.
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -69,3 +71,51 @@ def test_followed_to_the_letter(page: str, copy: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert int(re.findall(r"(\d+) passed", result.stdout)[0]) >= 5  # the new thing's tests ran
+
+
+def _scripts(text: str) -> list[list[str]]:
+    """The commands of a page in its order, `python` blocks and the lines of `sh` blocks, each with its exit code."""
+    found = []
+    for kind, body in re.findall(r"^```(python|sh)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        for script in [body] if kind == "python" else body.splitlines():
+            line, _, code = script.partition("# exit code ") if kind == "sh" else (script, "", "")
+            found.append([kind, line, code or "0"])
+    return found
+
+
+def test_a_store_is_looked_after_as_the_page_says(tmp_path: Path) -> None:
+    said = []
+    for kind, script, code in _scripts((ROOT / "docs" / "howto" / "look-after-a-store.md").read_text()):
+        words = shlex.split(script)[1:] if kind == "sh" else []
+        command = ["-m", "tiered_emb", *words] if kind == "sh" else ["-c", script]
+        result = subprocess.run(
+            [sys.executable, "-W", "error", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == int(code), (script, result.stdout, result.stderr)
+        said.append(result.stdout)
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    damaged = [text for text in said if "DAMAGED in 1 place" in text]
+    assert len(damaged) == 1
+    assert re.match(r"table ads id \d+: (superseded )?row with id \d+ of table ads: its bytes", damaged[0])
+
+
+def test_a_store_is_used_by_itself_as_the_page_says(tmp_path: Path) -> None:
+    scripts = [body for _, body, _ in _scripts((ROOT / "docs" / "howto" / "use-a-store.md").read_text())]
+    assert len(scripts) == 2
+    for script in (scripts[0], scripts[0].split("with LmdbStore")[0] + scripts[1]):
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == 0, (script, result.stdout, result.stderr)
