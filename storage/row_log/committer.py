@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from storage.errors import StoreFullError, StoreIOError
+from storage.errors import StorageError, StoreFullError, StoreIOError
 from storage.row_log.commits import Totals
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.index_file import Stamp, save_index
@@ -151,7 +151,8 @@ class Committer:
         try:
             self._write(batch)
         except StoreFullError:
-            self._delete_dead()
+            with suppress(StorageError):  # what goes wrong here comes again with the next commit
+                self._delete_dead()
             raise
 
     def _write(self, batch: _Batch) -> None:
@@ -167,8 +168,7 @@ class Committer:
         with self._lock:
             batch = _Batch([], self._deletable(self.state.number), None, self._totals([]))
         if batch.dead:
-            with suppress(StoreFullError):
-                self._write(batch)
+            self._write(batch)
 
     def _commit_changes(self, changes: Commit) -> None:
         if self._indexed:  # no longer; the commit takes its token away
