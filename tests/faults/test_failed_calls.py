@@ -39,8 +39,8 @@ def test_a_call_that_fails_is_an_error_and_loses_nothing(
         strace.end()
         said = [words[2] for words in lives.said() if words[0] == "f"]
         failed += bool(said)
-        # A meta page that cannot be written is the end of LMDB's environment, and the commit that found no room may have
-        # been one in the background: the first error that is seen is the next one's.
+        # A meta page that cannot be written is the end of LMDB's environment, and the commit that found no room may
+        # have been one in the background: the first error that is seen is the next one's.
         also = [["StoreIOError"]] if call == "pwrite64" else []
         assert said[:1] in ([], [FAILURES[failure].__name__], *also), f"{call} failed with {failure}"
         assert {"StoreIOError", "StoreFullError"}.issuperset(said), "LMDB may refuse to go on after either"
