@@ -15,11 +15,6 @@ def store_config(*, compacting: bool) -> StoreConfig:
     return StoreConfig() if compacting else StoreConfig(compact_bytes_per_s=0)
 
 
-def moved_bytes(store: LmdbStore) -> int:
-    """Bytes that compaction has written since the store was opened."""
-    return store.stats().bytes_moved
-
-
 def index_bytes(store: LmdbStore) -> int:
     """Host memory of the index alone; `StoreStats.memory_bytes` counts buffers and segment tables too."""
     return sum(group.index.memory_bytes for group in store._session.groups)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.store_internals import moved_bytes, store_config
+from benchmarks.store_internals import store_config
 from benchmarks.store_sides import open_rows
 from storage import LmdbStore, RowIds
 
@@ -78,7 +78,7 @@ class PacedLoad:
                 calls,
                 1 / self.a_second,
             )
-            into.moved_bytes += moved_bytes(store)
+            into.moved_bytes += store.stats().bytes_moved
         counted = int(_WARM_UP_S * self.a_second)
         into.gets.append(gets[counted:])
         into.puts.append(puts[counted:])

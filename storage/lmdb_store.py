@@ -157,6 +157,13 @@ class LmdbStore:
 
     def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
         """See `Store.get`."""
+        if self._session.forked:
+            self._get_in_child(rows, out, found)
+        else:
+            self._get(rows, out, found)
+
+    def _get_in_child(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
+        """From what was inherited; if the parent has committed, before or meanwhile, from what it has committed."""
         if not self._session.is_overtaken:
             try:
                 self._get(rows, out, found)
@@ -221,9 +228,7 @@ class LmdbStore:
     ) -> Iterator[tuple[RowIds, RowBytes]]:
         at = 0
         while at >= 0:
-            with self._session.reading(), self._session.lock, self._damage_or_fork():
-                if self._session.is_overtaken:
-                    raise CorruptionError("the parent has committed since")
+            with self._session.reading(), self._session.lock, self._not_overtaken():
                 if self._session.version != version:
                     raise StoreChangedError(f"rows of {self.path} were changed during a scan: scan again")
                 if int(rows.segments.lines[slot, NUMBER]) != number:
@@ -305,13 +310,17 @@ class LmdbStore:
         return groups[group]
 
     @contextmanager
-    def _damage_or_fork(self) -> Iterator[None]:
+    def _not_overtaken(self) -> Iterator[None]:
+        """Around a block of a scan: in a child it fails if the parent has committed, before or meanwhile."""
+        damage = None
         try:
             yield
         except CorruptionError as error:
-            if not self._session.forked or self._session.reader is not None:
+            if not self._session.is_overtaken:
                 raise
+            damage = error
+        if self._session.is_overtaken:
             raise StoreForkedError(
-                f"{self.path} is no longer what it was when this process was forked ({error}): "
+                f"{self.path} is no longer what it was when this process was forked: "
                 "close it here and open it with read_only=True to follow the writer"
-            ) from error
+            ) from damage

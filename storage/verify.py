@@ -14,17 +14,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from storage.row_log.hashing import row_seed, xxh64
+from storage.row_log.group_rows import who
 from storage.row_log.manifest import DATA_NAME
+from storage.row_log.move import verify_rows
 from storage.row_log.pages import ask_for
-from storage.row_log.places import COUNT, MAX_SEGMENT_ROWS, ROWS, place_at, stored_id, stored_table
-from storage.row_log.raw import load64
+from storage.row_log.places import MAX_SEGMENT_ROWS
 from storage.row_log.survey import Damage, Survey, SurveyedSegment
 
 __all__ = ["Damage", "VerifyReport", "verify_store"]
@@ -66,24 +64,6 @@ class VerifyReport:
         self.damage_count += 1
         if len(self.damages) < MAX_DAMAGES:
             self.damages.append(damage)
-
-
-@njit(nogil=True, cache=True)
-def _next_damaged(segments: Any, slot: Any, stride: Any, start: Any) -> Any:
-    """The first row of a segment from `start` on whose checksum does not match; the number of rows if all do.
-
-    Returns:
-        (row, its table number, its id)
-    """
-    count = segments[slot, COUNT] & 0xFFFFFFFF
-    row = np.uint64(segments[slot, ROWS]) + np.uint64(start) * stride
-    for at in range(start, count):
-        place = place_at(slot, at)
-        table, id = stored_table(segments, place), stored_id(segments, place)
-        if load64(row) != xxh64(row + _8, stride - _8, row_seed(table, id)):
-            return at, np.int64(table), id
-        row += stride
-    return count, np.int64(0), np.int64(0)
 
 
 def verify_store(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -128,19 +108,18 @@ def _verify_segment(survey: Survey, segment: SurveyedSegment, data: NDArray[np.u
     report.bytes += len(data)
     report.rows += header.rows
     report.live_rows += segment.live
-    stride = np.uint64(header.stride)
-    row, table, id = _next_damaged(lines, segment.slot, stride, 0)
-    while row < header.rows:
-        report.add(_row_damage(survey, segment, row, (table, id)))
-        row, table, id = _next_damaged(lines, segment.slot, stride, row + 1)
+    damaged = np.empty(header.rows, np.bool_)
+    if verify_rows(lines, np.uint64(header.stride), segment.slot, damaged):
+        for row in np.flatnonzero(damaged).tolist():
+            report.add(_row_damage(survey, segment, row))
     if data[header.rows_at + header.rows * header.stride :].any():
         message = f"segment {header.number} of {survey.path} has bytes other than zero behind its rows"
         report.add(Damage(DATA_NAME, message, header.number))
 
 
-def _row_damage(survey: Survey, segment: SurveyedSegment, row: int, who: tuple[int, int]) -> Damage:
-    """The damage of a row whose stored table number and id are `who`."""
-    table, id = who
+def _row_damage(survey: Survey, segment: SurveyedSegment, row: int) -> Damage:
+    """The damage of a row, under its stored table number and id, which were verified before."""
+    table, id = who(segment.group.segments.lines, np.uint64(segment.slot * MAX_SEGMENT_ROWS + row))
     found = segment.group.index.find(
         segment.group.segments.lines, np.array([table], np.uint32), np.array([id], np.int64)
     )

@@ -20,16 +20,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from storage.errors import StorageError, StoreFullError, StoreIOError
 from storage.row_log.commits import Totals
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.index_file import Stamp, save_index
-from storage.row_log.lock import StoreLock
-from storage.row_log.log import Commit, RowLog
+from storage.row_log.log import Commit
 from storage.row_log.manifest import INDEX_NAME
-from storage.row_log.pins import Pins
+from storage.row_log.parts import Parts
 from storage.row_log.places import COUNT, NUMBER
 from storage.row_log.recovery import LAST_EPOCH, open_log
 from storage.row_log.segment import SegmentHeader, read_header
@@ -73,12 +71,7 @@ class Committer:
     """See the module's docstring.
 
     Args:
-        log: the store's log, open for writing.
-        groups: the store's groups; the store appends to this list.
-        lock, pins: the store's.
-        store: uuid, 16 bytes.
-        where: the store's directory.
-        to_state: whether only a flush makes states (durability "snapshot").
+        parts: of the store, whose log is open for writing.
 
     Attributes:
         state: the last complete state.
@@ -88,45 +81,28 @@ class Committer:
         recent_bytes: of the largest commits, lately.
     """
 
-    def __init__(
-        self,
-        log: RowLog,
-        groups: list[GroupRows],
-        lock: StoreLock,
-        pins: Pins,
-        store: bytes,
-        where: Path,
-        to_state: bool,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
+        self._of = parts
         self.commits = self.bytes_written = self.put_bytes = self.recent_bytes = 0
         self.uncovered = False
-        self._log = log
-        self._groups = groups
-        self._lock = lock
-        self._pins = pins
-        self._store = store
-        self._where = where
-        self._to_state = to_state
         self._dead: list[_Dead] = []
         self._indexed = False  # the index file is that of the log as it is
-        with log.reading() as txn:
-            self.state = log.state(txn)
-            numbers = log.numbers(txn)
-            last = log.last_commit(txn)
+        with parts.log.reading() as txn:
+            self.state = parts.log.state(txn)
+            self._next_number = max(self.state.epoch, parts.log.last_number(txn)) + 1
+            last = parts.log.last_commit(txn)
         self._last_totals = Totals() if last is None else last.totals
         self._put_before = self._last_totals.put_bytes
-        self._next_number: int = max([self.state.epoch, *numbers[-1:].tolist()]) + 1
 
     def recover(self) -> None:
         """Fill the groups' indexes; if only flushes make states, discard what came after the last one."""
-        with self._log.reading() as txn:
-            last = self.state.epoch if self._to_state else LAST_EPOCH
-            later, self._indexed = open_log(self._log, txn, self._groups, last, self._store, self._where)
-            numbers = self._log.numbers(txn)
+        with self._of.log.reading() as txn:
+            last = self.state.epoch if self._of.to_state else LAST_EPOCH
+            later, self._indexed = open_log(self._of.log, txn, self._of.groups, last, self._of.store, self._of.path)
+        self.uncovered = not self._of.to_state and self._next_number - 1 > self.state.epoch
         if later:  # the state covers their numbers from now on, so that no segment gets one of them again
             self.state = replace(self.state, epoch=self._next_number - 1)
             self._commit_changes(Commit(deletes=tuple(later), state=self.state, went_back=True))
-        self.uncovered = not self._to_state and bool((numbers > self.state.epoch).any())
 
     def take_number(self) -> int:
         """A number for a segment that is begun. Requires: the lock."""
@@ -144,7 +120,7 @@ class Committer:
             StoreFullError: no room; call again once there is.
             StoreIOError, CorruptSegmentError: the disk cannot be believed any more.
         """
-        with self._lock:
+        with self._of.lock:
             batch = self._take_batch(note)
         if not (batch.sealed or batch.dead or batch.state):
             return
@@ -160,12 +136,12 @@ class Committer:
         deletes = tuple(int(group.segments.lines[slot, NUMBER]) for group, slot in batch.dead)
         self._commit_changes(Commit(segments, deletes, batch.state, batch.totals))
         committed = self._read_back(batch)
-        with self._lock:
+        with self._of.lock:
             self._publish(batch, committed)
 
     def _delete_dead(self) -> None:
         """On a full disk: delete what the last state does not need, so that the next commit finds room in the file."""
-        with self._lock:
+        with self._of.lock:
             batch = _Batch([], self._deletable(self.state.number), None, self._totals([]))
         if batch.dead:
             self._write(batch)
@@ -173,8 +149,8 @@ class Committer:
     def _commit_changes(self, changes: Commit) -> None:
         if self._indexed:  # no longer; the commit takes its token away
             self._indexed = False
-            (self._where / INDEX_NAME).unlink(missing_ok=True)
-        self._log.commit(changes)
+            (self._of.path / INDEX_NAME).unlink(missing_ok=True)
+        self._of.log.commit(changes)
 
     def _take_batch(self, note: bytes | None) -> _Batch:
         """What is sealed, and a state if one is wanted; all of it at one instant, so that the state lacks nothing."""
@@ -184,7 +160,7 @@ class Committer:
         if state is not None:
             self._retire_dead(state.number)
         dead = self._deletable(self.state.number if state is None else state.number)
-        sealed = [(group, *one) for group in self._groups for one in group.sealed]
+        sealed = [(group, *one) for group in self._of.groups for one in group.sealed]
         return _Batch(sealed, dead, state, self._totals(sealed))
 
     def _deletable(self, number: int) -> list[tuple[GroupRows, int]]:
@@ -194,15 +170,15 @@ class Committer:
         taken in what replaced them. So beside readers the dead are kept for `_GRACE_S`, as far as space allows.
         """
         dead = [one for one in self._dead if one.state <= number]
-        if self._log.has_readers():
-            recent, room = time.monotonic() - _GRACE_S, self._log.disk_bytes // _GRACE_SHARE
+        if self._of.log.has_readers():
+            recent, room = time.monotonic() - _GRACE_S, self._of.log.disk_bytes // _GRACE_SHARE
             while dead and dead[-1].since > recent and dead[-1].bytes <= room:
                 room -= dead.pop().bytes
         return [(one.group, one.slot) for one in dead]
 
     def _totals(self, sealed: list[tuple[GroupRows, WriteBuffer, memoryview]]) -> Totals:
         """What the record of a commit says that takes these segments along."""
-        before, groups = self._last_totals, self._groups
+        before, groups = self._last_totals, self._of.groups
         return Totals(
             put_bytes=self._put_before + self.put_bytes,
             written_bytes=before.written_bytes + sum(len(image) for _, _, image in sealed),
@@ -210,28 +186,28 @@ class Committer:
             live_rows=sum(group.index.rows for group in groups),
             live_bytes=sum(group.index.rows * group.row_bytes for group in groups),
             segment_bytes=sum(int(group.segment_bytes().sum()) for group in groups),
-            file_bytes=self._log.disk_bytes,
+            file_bytes=self._of.log.disk_bytes,
         )
 
     def _seal_state(self, note: bytes) -> State:
         """The state that all rows put so far make. They are sealed, for the commit that it comes with."""
-        for group in self._groups:
-            group.seal(self._store)
-            group.seal_moving(self._store)
+        for group in self._of.groups:
+            group.seal(self._of.store)
+            group.seal_moving(self._of.store)
         return State(self.state.number + 1, self._next_number - 1, note)
 
     def _needs_state(self) -> bool:
         """Whether dead segments wait for a state that no flush makes."""
-        if self._to_state:
+        if self._of.to_state:
             return False
-        return sum(int(group.segment_bytes()[group.dead_slots()].sum()) for group in self._groups) > _DEAD_BYTES
+        return sum(int(group.segment_bytes()[group.dead_slots()].sum()) for group in self._of.groups) > _DEAD_BYTES
 
     def _retire_dead(self, number: int) -> None:
         """Have what no longer is needed at a state deleted, as soon as no reader can be in it."""
-        for group in self._groups:
+        for group in self._of.groups:
             for slot in group.dead_slots():
                 group.dying.add(slot)
-                self._pins.retire(partial(self._bury, number, group, slot))
+                self._of.pins.retire(partial(self._bury, number, group, slot))
 
     def _bury(self, number: int, group: GroupRows, slot: int) -> None:
         self._dead.append(_Dead(number, group, slot, time.monotonic()))
@@ -239,10 +215,10 @@ class Committer:
     def _read_back(self, batch: _Batch) -> list[tuple[SegmentHeader, int]]:
         """Headers, verified, and addresses of the segments just committed."""
         committed = []
-        with self._log.reading() as txn:
+        with self._of.log.reading() as txn:
             for _, buffer, _ in batch.sealed:
-                segment = self._log.segment(txn, buffer.number)
-                committed.append((read_header(segment, buffer.number, str(self._where)), segment.ctypes.data))
+                segment = self._of.log.segment(txn, buffer.number)
+                committed.append((read_header(segment, buffer.number, str(self._of.path)), segment.ctypes.data))
         return committed
 
     def _publish(self, batch: _Batch, committed: list[tuple[SegmentHeader, int]]) -> None:
@@ -250,7 +226,7 @@ class Committer:
         for (group, buffer, _), (header, address) in zip(batch.sealed, committed, strict=True):
             group.adopt(header, address, buffer.slot)
             group.sealed.remove(next(one for one in group.sealed if one[0] is buffer))
-            self._pins.retire(partial(self._let_go, group, buffer))
+            self._of.pins.retire(partial(self._let_go, group, buffer))
         for group, slot in batch.dead:
             group.dying.discard(slot)
             group.segments.give_back(slot)
@@ -268,7 +244,7 @@ class Committer:
             group.buffered_bytes -= buffer.bytes
         else:
             group.spare.append(buffer)
-        self._lock.notify_all()
+        self._of.lock.notify_all()
 
     def _count(self, batch: _Batch) -> None:
         self.commits += 1
@@ -282,7 +258,7 @@ class Committer:
             return
         token = os.urandom(16)
         with suppress(StoreFullError, StoreIOError):  # the log has it all; the next open takes longer
-            self._log.commit(Commit(token=token))
-            with self._log.reading() as txn:
-                stamp = Stamp(self._store, token, self._log.transaction(txn))
-            save_index(self._where / INDEX_NAME, self._groups, stamp)
+            self._of.log.commit(Commit(token=token))
+            with self._of.log.reading() as txn:
+                stamp = Stamp(self._of.store, token, self._of.log.transaction(txn))
+            save_index(self._of.path / INDEX_NAME, self._of.groups, stamp)

@@ -21,13 +21,14 @@ is one tombstone for every `_ROWS_A_TOMBSTONE` rows.
 
 A row whose bytes are damaged stays where it is, and its segment with it, so that the damage is found under its id.
 
-Runs in the maintenance thread; takes the store's lock for a few thousand rows at a time. It commits nothing itself.
+Runs in the maintenance thread; takes the store's lock for a few thousand rows at a time. What it has moved waits for
+the next commit; it has one made (`row_log.committer`) when as many segments wait as its memory allows for.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -36,13 +37,12 @@ from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError, StorageError
 from storage.row_log.committer import Committer
-from storage.row_log.config import StoreConfig
 from storage.row_log.gather import SEGMENT_FULL
 from storage.row_log.group_rows import GroupRows
-from storage.row_log.lock import StoreLock
-from storage.row_log.move import collect_tombstones, count_tombstones, mark_needed, move_rows, verify_rows
+from storage.row_log.hidden import Hidden, hidden_by
+from storage.row_log.move import move_rows, verify_rows
 from storage.row_log.pages import ask_for
-from storage.row_log.pins import Pins
+from storage.row_log.parts import Parts
 from storage.row_log.places import COUNT, IDS, LIVE, MAX_SLOTS, NUMBER, ROWS
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes
 
@@ -107,78 +107,61 @@ class Compactor:
     """See the module's docstring.
 
     Args:
-        lock, pins: the store's.
-        groups: the store's groups; the store appends to this list.
-        config: sizes and budget.
-        page_bytes: of LMDB.
-        store: uuid, 16 bytes.
+        parts: of the store.
         committer: gives numbers, and commits what is sealed.
 
     Attributes:
         holds: for which no row may move: scans that go on, all of which a verb that writes ends, and closing.
-        waits: whether there was something to do but for them.
         rows_moved, bytes_moved: since the store was opened; stored bytes of the rows.
         slack_bytes: what the file takes beside segments that are needed, about; set by the writer.
     """
 
-    def __init__(
-        self,
-        lock: StoreLock,
-        pins: Pins,
-        groups: list[GroupRows],
-        config: StoreConfig,
-        page_bytes: int,
-        store: bytes,
-        committer: Committer,
-    ) -> None:
+    def __init__(self, parts: Parts, committer: Committer) -> None:
         self.rows_moved = self.bytes_moved = self.slack_bytes = 0
         self.holds: set[object] = set()
-        self.waits = False
-        self._lock = lock
-        self._pins = pins
-        self._groups = groups
-        self._config = config
-        self._page_bytes = page_bytes
-        self._store = store
+        self._of = parts
         self._committer = committer
         self._damaged: set[tuple[int, int]] = set()  # group and number of segments that keep damaged rows
         self._reached: dict[tuple[int, int], int] = {}  # rows done of segments that were left half way
         self._allowance, self._since = 0.0, time.monotonic()
         self._swept = 0  # tombstones that the last sweep left
-        self._sweeping: list[Victim] = []  # what the sweep that goes on has not come to yet
-        self._portion: list[tuple[Victim, NDArray[np.uint64], NDArray[np.bool_]]] = []  # what it has come to
+        self._sweep: Iterator[bool] | None = None  # the one that goes on
 
     # ---- when and what
 
-    def excess_bytes(self) -> int:
+    def is_due(self) -> bool:
+        """Whether there is something to do by itself, now. Requires: the lock."""
+        return self._of.config.compact_bytes_per_s != 0 and not self.holds and self._excess_bytes() > 0
+
+    def _excess_bytes(self) -> int:
         """How much more space is needed by live segments than they should take. Requires: the lock."""
         used = allowed = 0
-        ratio = self._config.max_space_ratio
-        for group in self._groups:
+        ratio = self._of.config.max_space_ratio
+        for group in self._of.groups:
             lines = group.segments.lines
             needed = (lines[:, LIVE] > 0) | (lines[:, COUNT] >> 32 > 0)
             used += int(group.segment_bytes()[needed].sum())
             of_row = max(ratio * group.row_bytes, (1 + ratio) / 2 * (group.stride + 8))
             allowed += int(of_row * group.index.rows)
-        least = _LEAST_SEGMENTS * max(self._config.filled_bytes, self._page_bytes)
+        least = _LEAST_SEGMENTS * max(self._of.config.filled_bytes, self._of.log.page_bytes)
         slack = min(self.slack_bytes, allowed // 4) + int(_GAPS * allowed)
         return used - max(allowed - slack, least)
 
     def _is_far_behind(self, excess: int) -> bool:
         """Whether puts should rather wait than go on. Requires: the lock."""
-        if self._config.compact_bytes_per_s is not None:
+        if self._of.config.compact_bytes_per_s is not None:
             return False
-        live = sum(group.index.rows * group.row_bytes for group in self._groups)
-        return excess > max(live // 50, self._config.filled_bytes)
+        live = sum(group.index.rows * group.row_bytes for group in self._of.groups)
+        return excess > max(live // 50, self._of.config.filled_bytes)
 
     def _victims(self, epoch: int, most: int, *, every: bool = False) -> list[Victim]:
         """Segments worth moving, the best first. Requires: the lock."""
-        if not self._groups:
+        if not self._of.groups:
             return []
-        slots, scores = zip(*(self._scores(group, epoch, every) for group in self._groups), strict=True)
+        slots, scores = zip(*(self._scores(group, epoch, every) for group in self._of.groups), strict=True)
         owners = np.repeat(np.arange(len(slots)), [len(some) for some in slots])
         best = np.argsort(-np.concatenate(scores), kind="stable")[:most]
-        found = [(self._groups[owners[at]], int(np.concatenate(slots)[at])) for at in best]
+        found = [(self._of.groups[owners[at]], int(np.concatenate(slots)[at])) for at in best]
         return [Victim(group, slot, int(group.segments.lines[slot, NUMBER])) for group, slot in found]
 
     def _scores(self, group: GroupRows, epoch: int, every: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -206,15 +189,14 @@ class Compactor:
         Returns:
             Seconds after which to come back, None if there is nothing left to do.
         """
-        if self._config.compact_bytes_per_s == 0:
+        if self._of.config.compact_bytes_per_s == 0:
             return None
-        self._sweep_some(epoch, wanted_elsewhere)
+        self._sweep_if_due(epoch, wanted_elsewhere)
         begun, victims = self.bytes_moved, list[Victim]()
         while self.bytes_moved - begun < _ROUND_BYTES:
-            with self._lock:
-                excess = self.excess_bytes()
-                self.waits = excess > 0 and bool(self.holds)
-                if excess <= 0 or self.waits:
+            with self._of.lock:
+                excess = self._excess_bytes()
+                if excess <= 0 or self.holds:
                     return None
                 if wanted_elsewhere() and not self._is_far_behind(excess):
                     return _BREATH_S
@@ -229,11 +211,10 @@ class Compactor:
     def run_all(self, epoch: int, work: FullCompaction) -> None:
         """Move everything that has dead rows, whatever the budget; `work` gets what its progress raises."""
         self._commit_moved()
-        with self._lock:
+        with self._of.lock:
             victims = self._victims(epoch, MAX_SLOTS, every=True)
             sizes = [victim.bytes for victim in victims]
-        groups = {victim.group.group: victim.group for victim in victims}
-        kept = {number: self._sweep(group) for number, group in groups.items()}
+        kept = self._hidden(victims)
         try:
             for at, victim in enumerate(victims):
                 work.progress(sum(sizes[:at]), sum(sizes))
@@ -250,14 +231,14 @@ class Compactor:
 
     def _commit_moved(self) -> None:
         """Have no moved rows in memory."""
-        with self._lock:
-            for group in self._groups:
-                group.seal_moving(self._store)
+        with self._of.lock:
+            for group in self._of.groups:
+                group.seal_moving(self._of.store)
         self._committer.commit()
 
     def _afford(self) -> bool:
         """Whether the bandwidth budget allows for another segment."""
-        rate = self._config.compact_bytes_per_s
+        rate = self._of.config.compact_bytes_per_s
         if rate is None:
             return True
         now = time.monotonic()
@@ -281,37 +262,30 @@ class Compactor:
             hashes, needed: as `move_rows`; None = no tombstone is dropped.
             end_scans: ends scans that go on, under the lock; None = they go first.
         """
-        with self._lock:
+        with self._of.lock:
             there = victim.is_there and (end_scans is not None or not self.holds)
         damaged = self._verify(victim) if there else None
         if damaged is None:
             return
         hashes = np.zeros(0, np.uint64) if hashes is None else hashes
         needed = np.zeros(0, np.bool_) if needed is None else needed
-        at = self._reached.get((victim.group.group, victim.number), 0)
+        key = victim.group.group, victim.number
+        at = self._reached.get(key, 0)
         while at < len(damaged):
-            with self._lock:
+            with self._of.lock:
                 if end_scans is not None:
                     end_scans()
                 if self.holds or not victim.is_there:
                     return
-                at = self._move_block(victim, at, damaged, hashes, needed)
-                self._remember(victim, at if at < len(damaged) else 0)
+                at = self._reached[key] = self._move_block(victim, at, damaged, hashes, needed)
                 sealed = sum(buffer.moved for buffer, _ in victim.group.sealed)
             full = sealed >= self._most_sealed(victim.group)
-            self._lock.give_way()
+            self._of.lock.give_way()
             if full:
                 self._committer.commit()
-                with self._lock:  # for readers, who keep what was committed in memory
-                    self._lock.wait_for(lambda: not self._pins.waiting, _PATIENCE_S)
-
-    def _remember(self, victim: Victim, at: int) -> None:
-        """Where a move goes on that is cut short: no tombstone is moved, and counted, twice."""
-        key = (victim.group.group, victim.number)
-        if at:
-            self._reached[key] = at
-        else:
-            self._reached.pop(key, None)
+                with self._of.lock:  # for readers, who keep what was committed in memory
+                    self._of.lock.wait_for(lambda: not self._of.pins.waiting, _PATIENCE_S)
+        self._reached.pop(key, None)  # it was for a move that is cut short: no tombstone is moved, and counted, twice
 
     def _verify(self, victim: Victim) -> NDArray[np.bool_] | None:
         """Which rows of a segment are damaged, with all its pages read; None if its ids cannot be believed."""
@@ -367,88 +341,71 @@ class Compactor:
 
     def _seal_full(self, group: GroupRows, buffer: WriteBuffer) -> None:
         if int(group.segments.lines[buffer.slot, COUNT]) & 0xFFFFFFFF == buffer.capacity:
-            group.seal_moving(self._store)
+            group.seal_moving(self._of.store)
 
     def _open(self, group: GroupRows) -> WriteBuffer:
         """Begin a segment for moved rows; that of another group is finished as it is, so that one at a time is open."""
-        for other in self._groups:
-            other.seal_moving(self._store)
-        group.moving = WriteBuffer(group.row_bytes, self._config.filled_bytes, self._page_bytes, moved=True)
+        for other in self._of.groups:
+            other.seal_moving(self._of.store)
+        group.moving = WriteBuffer(group.row_bytes, self._of.config.filled_bytes, self._of.log.page_bytes, moved=True)
         group.buffered_bytes += group.moving.bytes
         group.moving.begin(group.segments, self._committer.take_number())
         return group.moving
 
     def _most_sealed(self, group: GroupRows) -> int:
         """Segments of moved rows that may wait for a commit."""
-        return max(1, self._config.write_buffer_bytes // 8 // self._buffer_bytes(group))
+        return max(1, self._of.config.write_buffer_bytes // 8 // self._buffer_bytes(group))
 
     def memory_bytes(self) -> int:
         """The most host memory that compaction takes by itself, with LMDB's copy of what is being committed."""
-        if self._config.compact_bytes_per_s == 0:
+        if self._of.config.compact_bytes_per_s == 0:
             return 0
-        return max(((1 + 2 * self._most_sealed(g)) * self._buffer_bytes(g) for g in self._groups), default=0)
+        return max(((1 + 2 * self._most_sealed(g)) * self._buffer_bytes(g) for g in self._of.groups), default=0)
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        return buffer_bytes(self._config.filled_bytes, group.row_bytes, self._page_bytes, moved=True)
+        return buffer_bytes(self._of.config.filled_bytes, group.row_bytes, self._of.log.page_bytes, moved=True)
 
     # ---- tombstones
 
-    def _sweep_some(self, epoch: int, wanted_elsewhere: Callable[[], bool]) -> None:
-        """Drop tombstones that hide nothing any more, once they have become many; some segments at a time."""
-        with self._lock:
-            tombstones = self._tombstones()
-            rows = sum(group.index.rows for group in self._groups)
-            due = tombstones > max(rows // _ROWS_A_TOMBSTONE, 2 * self._swept, _LEAST_TOMBSTONES)
-            if not (due or self._sweeping or self._portion) or self.holds:
+    def _sweep_if_due(self, epoch: int, wanted_elsewhere: Callable[[], bool]) -> None:
+        """Go on with a sweep, or begin one if tombstones have become many: until somebody waits, within the budget."""
+        with self._of.lock:
+            rows = sum(group.index.rows for group in self._of.groups)
+            due = self._tombstones() > max(rows // _ROWS_A_TOMBSTONE, 2 * self._swept, _LEAST_TOMBSTONES)
+            if self.holds or not (due or self._sweep):
                 return
-            if not self._sweeping:
-                every = self._victims(epoch, MAX_SLOTS, every=True)
-                self._sweeping = [victim for victim in every if victim.has_tombstones]
-        if not self._portion:
-            self._take_portion()
-        while self._portion and self._afford():
-            self._move(*self._portion.pop())
-            with self._lock:
+        self._sweep = self._sweep or self._sweeping(epoch)
+        while self._afford():
+            if not next(self._sweep, False):
+                self._sweep = None
+                return
+            with self._of.lock:
                 if wanted_elsewhere():
                     return
-        if not self._sweeping and not self._portion:
-            with self._lock:
-                self._swept = self._tombstones()
 
-    def _take_portion(self) -> None:
-        """Find out what the tombstones of the next segments still hide."""
-        self._commit_moved()
-        with self._lock:
-            some = [self._sweeping.pop() for _ in range(min(_CHOSEN, len(self._sweeping)))]
-            some = [victim for victim in some if victim.is_there and victim.has_tombstones]
-        for group in {id(victim.group): victim.group for victim in some}.values():
-            of_group = [victim for victim in some if victim.group is group]
-            hidden = self._sweep(group, [victim.slot for victim in of_group])
-            self._portion += [(victim, *hidden) for victim in of_group]
+    def _sweeping(self, epoch: int) -> Iterator[bool]:
+        """Drop all tombstones that hide nothing any more; True after each segment."""
+        with self._of.lock:
+            every = self._victims(epoch, MAX_SLOTS, every=True)
+            left = [victim for victim in every if victim.has_tombstones]
+        while left:
+            some, left = left[:_CHOSEN], left[_CHOSEN:]
+            self._commit_moved()
+            with self._of.lock:
+                some = [victim for victim in some if victim.is_there and victim.has_tombstones]
+            kept = self._hidden(some)
+            for victim in some:
+                self._move(victim, *kept[victim.group.group])
+                yield True
+        with self._of.lock:
+            self._swept = self._tombstones()
 
     def _tombstones(self) -> int:
-        return sum(int((group.segments.lines[:, COUNT] >> 32).sum()) for group in self._groups)
+        return sum(int((group.segments.lines[:, COUNT] >> 32).sum()) for group in self._of.groups)
 
-    def _sweep(
-        self, group: GroupRows, burying: list[int] | None = None
-    ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-        """The tombstones of some committed segments as a set of hashes, and which of them still hide a row.
-
-        Requires: no moved rows in memory, so that rows older than a tombstone lie in committed segments only.
-
-        Args:
-            burying: slots; None = all that have tombstones.
-        """
-        with self._lock:
-            lines, in_memory = group.segments.lines.copy(), group.slots_in_memory()
-        slots = [int(slot) for slot in np.flatnonzero(lines[:, NUMBER]) if int(slot) not in in_memory]
-        burying = [slot for slot in slots if lines[slot, COUNT] >> 32] if burying is None else burying
-        count = sum(int(count_tombstones(lines, slot)) for slot in burying)
-        hashes = np.zeros(1 << (2 * count + 1).bit_length(), np.uint64)
-        epochs = np.zeros(len(hashes), np.int64)
-        needed = np.zeros(len(hashes), np.bool_)
-        for slot in burying:
-            collect_tombstones(lines, slot, hashes, epochs)
-        for slot in slots if count else []:
-            mark_needed(lines, slot, hashes, epochs, needed)
-        return hashes, needed
+    def _hidden(self, victims: list[Victim]) -> dict[int, Hidden]:
+        """By number of the group, what the tombstones of these segments hide."""
+        slots: dict[int, list[int]] = {group.group: [] for group in self._of.groups}
+        for victim in victims:
+            slots[victim.group.group].append(victim.slot)
+        return {group.group: hidden_by(group, slots[group.group]) for group in self._of.groups}

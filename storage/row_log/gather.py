@@ -254,6 +254,13 @@ def write_ids(segments: Any, slot: Any, row: Any, table: Any, id: Any) -> None:
     store32(np.uint64(segments[slot, CODES]) + row * _4, np.uint64(table))
 
 
+@njit(inline="always")
+def write_names(segments: Any, slot: Any, capacity: Any, row: Any, table: Any, id: Any, flags: Any) -> None:
+    """Store a row's id, table number and flags in a segment of `capacity` rows that is being filled."""
+    write_ids(segments, slot, row, table, id)
+    store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + row, np.uint64(flags))
+
+
 @njit(nogil=True, cache=True)
 def append_rows(
     shards: Any,
@@ -291,9 +298,9 @@ def append_rows(
         ahead = min(i + _INDEX_AHEAD, len(ids) - 1)
         prefetch(home_address(shards, shift, mix(tables[ahead], ids[ahead])))
         hash = mix(tables[i], ids[i])
-        position = np.int64(-1)
-        if matched[i]:  # and if the index still says so, that is the row's entry
-            position = seek_place(shards, shift, hash, places[i])
+        position = (
+            seek_place(shards, shift, hash, places[i]) if matched[i] else np.int64(-1)
+        )  # the entry, if it is still
         if position < 0:
             position = seek_row(shards, shift, hash, segments, stride, tables[i], ids[i], places[i])
         shard = np.int64(hash >> shift)
@@ -304,8 +311,7 @@ def append_rows(
         store64(row + stride - _8, _0)  # the padding; a row that needs none covers it
         copy_bytes(row + _8, data + np.uint64(i) * data_step, width)
         store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
-        write_ids(segments, slot, here, tables[i], ids[i])
-        store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + here, _0)
+        write_names(segments, slot, capacity, here, tables[i], ids[i], 0)
         if position < 0:
             position = -1 - position
             shards[shard, USED] += 1
@@ -351,8 +357,7 @@ def append_tombstones(
         for at in range(np.uint64(8), stride, np.uint64(8)):
             store64(row + np.uint64(at), _0)
         store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
-        write_ids(segments, slot, here, tables[i], ids[i])
-        store8(np.uint64(segments[slot, CODES]) + np.uint64(capacity) * _4 + here, np.uint64(TOMBSTONE))
+        write_names(segments, slot, capacity, here, tables[i], ids[i], TOMBSTONE)
         segments[slot_of(place_of(shards, shift, hash, position)), LIVE] -= 1
         remove_entry(shards, shift, hash, position)
         count += 1

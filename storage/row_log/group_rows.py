@@ -66,7 +66,7 @@ _ID_BYTES = np.uint64(8)
 
 
 @njit(cache=True)
-def _who(segments: Any, place: Any) -> Any:
+def who(segments: Any, place: Any) -> Any:
     """Table number and id stored with a row."""
     return np.int64(stored_table(segments, place)), stored_id(segments, place)
 
@@ -162,7 +162,7 @@ class GroupRows:
                 self._raise_damaged(damaged)
 
     def _raise_damaged(self, place: np.uint64) -> None:
-        table, id = _who(self.segments.lines, place)
+        table, id = who(self.segments.lines, place)
         number, row = self.segments.lines[int(place) // MAX_SEGMENT_ROWS, NUMBER], int(place) % MAX_SEGMENT_ROWS
         raise CorruptRowError(table, id, f"row {row} of segment {number} of {self._where}")
 

@@ -237,6 +237,11 @@ class RowLog:
         joined = b"".join([bytes(number) for number in cursor.iternext(keys=True, values=False)])
         return np.frombuffer(joined, ">u8").astype(np.int64)
 
+    def last_number(self, txn: Any) -> int:
+        """The greatest number of a segment, 0 if there is none."""
+        cursor = txn.cursor(db=self._segments)
+        return int.from_bytes(cursor.key(), "big") if cursor.last() else 0
+
     def segments(self, txn: Any) -> dict[int, NDArray[np.uint8]]:
         """The bytes of every segment by number, ascending, in the memory map; no page of them is touched."""
         keys = txn.cursor(db=self._segments).iternext(keys=True, values=False)

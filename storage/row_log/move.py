@@ -16,20 +16,18 @@ import numpy as np
 from numba import njit
 
 from storage.id_index import home_address, seek_place, set_entry
-from storage.row_log.gather import DONE, SEGMENT_FULL, TOMBSTONE, row_address, write_ids
+from storage.row_log.gather import DONE, SEGMENT_FULL, TOMBSTONE, row_address, write_names
 from storage.row_log.hashing import mix, row_seed, xxh64
 from storage.row_log.places import (
-    CODES,
     COUNT,
     LIVE,
-    ROWS,
     place_at,
     stored_epoch,
     stored_id,
     stored_table,
     stored_tombstone,
 )
-from storage.row_log.raw import copy_bytes, load64, prefetch, store8, uncounted
+from storage.row_log.raw import copy_bytes, load64, prefetch, uncounted
 
 _0, _1, _4, _8 = (np.uint64(n) for n in (0, 1, 4, 8))
 _AHEAD = 16
@@ -63,6 +61,16 @@ def _hidden(hashes: Any, hash: Any) -> Any:
     while hashes[at] != _0 and hashes[at] != hash:
         at = (at + _1) & mask
     return at
+
+
+@njit(inline="always")
+def _hides_nothing(hashes: Any, needed: Any, hash: Any) -> Any:
+    """Whether a tombstone is in the set and not needed."""
+    nothing = False
+    if len(hashes) > 0:
+        entry = _hidden(hashes, hash)
+        nothing = hashes[entry] != _0 and not needed[entry]
+    return nothing
 
 
 @njit(nogil=True, cache=True)
@@ -107,11 +115,9 @@ def move_rows(
         tombstone = stored_tombstone(segments, place)
         position = np.int64(-1)
         if tombstone:
-            if len(hashes) > 0:
-                entry = _hidden(hashes, hash | _1)
-                if hashes[entry] != _0 and not needed[entry]:
-                    segments[source, COUNT] -= _TOMBSTONE_STEP
-                    continue
+            if _hides_nothing(hashes, needed, hash | _1):
+                segments[source, COUNT] -= _TOMBSTONE_STEP
+                continue
         else:
             position = seek_place(shards, shift, hash, place)
             if position < 0 or damaged[at]:
@@ -119,18 +125,14 @@ def move_rows(
         if count == capacity:
             return at, SEGMENT_FULL
         here = np.uint64(count)
-        copy_bytes(
-            np.uint64(segments[target, ROWS]) + here * stride, row_address(segments, place, stride), np.int64(stride)
-        )
-        write_ids(segments, target, here, table, id)
+        row = row_address(segments, place_at(target, count), stride)
+        copy_bytes(row, row_address(segments, place, stride), np.int64(stride))
+        write_names(segments, target, capacity, here, table, id, TOMBSTONE if tombstone else 0)
         epochs[count] = stored_epoch(segments, place)
-        flags = np.uint64(segments[target, CODES]) + np.uint64(capacity) * _4 + here
         if tombstone:
-            store8(flags, np.uint64(TOMBSTONE))
             segments[source, COUNT] -= _TOMBSTONE_STEP
             segments[target, COUNT] += 1 + _TOMBSTONE_STEP
         else:
-            store8(flags, _0)
             set_entry(shards, shift, hash, position, place_at(target, count))
             segments[source, LIVE] -= 1
             segments[target, LIVE] += 1

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,7 @@ import numpy as np
 from storage.errors import CorruptSegmentError
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.lmdb_pages import bytes_at
-from storage.row_log.log import RowLog
-from storage.row_log.pins import Pins
+from storage.row_log.parts import Parts
 from storage.row_log.places import IDS, LIVE, NUMBER
 from storage.row_log.recovery import LAST_EPOCH, open_log, replay_segments
 from storage.row_log.segment import HEADER_BYTES, read_header, segment_size
@@ -61,42 +59,21 @@ class Reader:
     """See the module's docstring.
 
     Args:
-        log: the store's log.
-        groups: the store's groups; `refresh` may append to it.
-        pins: the store's.
+        parts: of the store, whose log is open for reading; `refresh` may append to its groups.
         refresh: rereads the manifest, called before segments are replayed.
-        to_state: whether to stop at the last complete state.
-        store: uuid, 16 bytes.
-        where: the store's path, for messages.
 
     Attributes:
         state: the last complete state seen.
-        version: changes whenever the rows may have.
         starts: how often everything was replayed, the first time included.
     """
 
-    def __init__(
-        self,
-        log: RowLog,
-        groups: list[GroupRows],
-        pins: Pins,
-        refresh: Callable[[], None],
-        to_state: bool,
-        store: bytes,
-        where: str,
-    ) -> None:
+    def __init__(self, parts: Parts, refresh: Callable[[], None]) -> None:
         self.state = State(0, 0, b"")
-        self.version = 0
         self.starts = 0
-        self._log = log
-        self._groups = groups
-        self._pins = pins
+        self._of = parts
         self._held = ExitStack()
         self._holds = 0  # scans that are going on
         self._refresh = refresh
-        self._to_state = to_state
-        self._store = store
-        self._where = where
         self._seen = -1  # transaction; -1 = the index is not what any transaction holds
         self._commit: int | None = None  # the last one taken in; None = the log keeps no records
         self._later: list[int] = []  # segments that no state covers yet
@@ -104,8 +81,8 @@ class Reader:
     @contextmanager
     def view(self) -> Iterator[None]:
         """Catch up; rows may be read until the block ends."""
-        with self._log.reading() as txn:
-            if not self._holds and self._log.transaction(txn) != self._seen:
+        with self._of.log.reading() as txn:
+            if not self._holds and self._of.log.transaction(txn) != self._seen:
                 self._follow(txn)
             yield
 
@@ -113,8 +90,8 @@ class Reader:
         """Stay at one commit until `let_go` was called as often."""
         if not self._holds:
             with ExitStack() as held:
-                txn = held.enter_context(self._log.reading())
-                if self._log.transaction(txn) != self._seen:
+                txn = held.enter_context(self._of.log.reading())
+                if self._of.log.transaction(txn) != self._seen:
                     self._follow(txn)
                 self._held = held.pop_all()
         self._holds += 1
@@ -133,25 +110,23 @@ class Reader:
     def _follow(self, txn: Any) -> None:
         changes = self._changes(txn) if self._seen >= 0 else None
         self._seen = -1
-        self.version += 1
-        self.state = self._log.state(txn)
+        self.state = self._of.log.state(txn)
         if changes is None or not self._take_in(txn, changes):
             self._start_over(txn)
-        self._commit = self._log.last_commit_number(txn)
-        self._log.find_commits()
-        self._seen = self._log.transaction(txn)
+        self._commit = self._of.log.last_commit_number(txn)
+        self._of.log.find_commits()
+        self._seen = self._of.log.transaction(txn)
 
     def _start_over(self, txn: Any) -> None:
         self.starts += 1
         self._refresh()
-        for group in self._groups:
+        for group in self._of.groups:
             group.forget()
-        where = Path(self._where)
-        self._later, _ = open_log(self._log, txn, self._groups, self._last_epoch, self._store, where)
+        self._later, _ = open_log(self._of.log, txn, self._of.groups, self._last_epoch, self._of.store, self._of.path)
 
     @property
     def _last_epoch(self) -> int:
-        return self.state.epoch if self._to_state else LAST_EPOCH
+        return self.state.epoch if self._of.to_state else LAST_EPOCH
 
     # ---- what changed
 
@@ -159,7 +134,7 @@ class Reader:
         """What happened since the last transaction that was seen; None if that cannot be told."""
         if self._commit is None:
             return self._compare(txn)
-        records = self._log.commits_since(txn, self._commit)
+        records = self._of.log.commits_since(txn, self._commit)
         if records is None or any(record.went_back for record in records):
             return None
         came = [number for record in records for number in record.new]
@@ -168,9 +143,9 @@ class Reader:
 
     def _compare(self, txn: Any) -> _Changes:
         """The same from the numbers of all segments, for a log without records."""
-        numbers = self._log.numbers(txn)
+        numbers = self._of.log.numbers(txn)
         later = np.array(self._later, np.int64)
-        known = np.concatenate([later, *(group.segments.lines[:, NUMBER] for group in self._groups)])
+        known = np.concatenate([later, *(group.segments.lines[:, NUMBER] for group in self._of.groups)])
         new, gone = np.setdiff1d(numbers, known), np.setdiff1d(known[known > 0], numbers)
         return _Changes(new.tolist(), set(gone.tolist()))
 
@@ -185,20 +160,24 @@ class Reader:
             return False
         if new:
             self._refresh()
-        self._later = replay_segments(self._log, txn, self._groups, new, self._last_epoch, self._store, self._where)
+        self._later = replay_segments(
+            self._of.log, txn, self._of.groups, new, self._last_epoch, self._of.store, str(self._of.path)
+        )
         if not self._have_whole_ids(live) or any(group.segments.lines[slot, LIVE] for group, slot in live):
             return False
         for group, slot in slots:
             group.segments.retire(slot)
-            self._pins.retire(partial(group.segments.give_back, slot))
-        known = sum(len(group.segments) for group in self._groups) + len(self._later)
-        return known == self._log.segment_count(txn)
+            self._of.pins.retire(partial(group.segments.give_back, slot))
+        known = sum(len(group.segments) for group in self._of.groups) + len(self._later)
+        return known == self._of.log.segment_count(txn)
 
     def _slots_of(self, numbers: list[int]) -> list[tuple[GroupRows, int]]:
         """Where segments are; those that are unknown are left out."""
         if not numbers:
             return []
-        found = ((group, np.flatnonzero(np.isin(group.segments.lines[:, NUMBER], numbers))) for group in self._groups)
+        found = (
+            (group, np.flatnonzero(np.isin(group.segments.lines[:, NUMBER], numbers))) for group in self._of.groups
+        )
         return [(group, slot) for group, slots in found for slot in slots.tolist()]
 
     def _have_whole_ids(self, slots: list[tuple[GroupRows, int]]) -> bool:
@@ -210,7 +189,7 @@ class Reader:
             if size >= _LARGEST:
                 return False
             try:
-                read_header(bytes_at(begin, size), int(line[NUMBER]), self._where)
+                read_header(bytes_at(begin, size), int(line[NUMBER]), str(self._of.path))
             except CorruptSegmentError:
                 return False
         return True

@@ -37,6 +37,7 @@ from storage.row_log.lock import StoreLock
 from storage.row_log.log import RowLog
 from storage.row_log.manifest import Manifest, holds_store, load_manifest, sync_directory
 from storage.row_log.owner import Owner
+from storage.row_log.parts import Parts
 from storage.row_log.pins import Pins
 from storage.row_log.reader import Reader
 from storage.row_log.state import State
@@ -121,15 +122,17 @@ class Session:
         self.manifest.save(self.path)
 
     def _start_writing(self) -> None:
-        store = self.manifest.uuid.bytes
-        self.writer = Writer(self.log, self.groups, self.config, self.lock, self.pins, store, self.path, self._to_state)
+        self.writer = Writer(self._parts())
         self._dropped = finalize(self, self.writer.stop)  # for a store that is dropped without close()
 
     def _start_reading(self) -> None:
-        store, where = self.manifest.uuid.bytes, str(self.path)
-        self.reader = Reader(self.log, self.groups, self.pins, self.refresh, self._to_state, store, where)
+        self.reader = Reader(self._parts(), self.refresh)
         with self.reader.view():
             pass
+
+    def _parts(self) -> Parts:
+        store = self.manifest.uuid.bytes
+        return Parts(self.log, self.groups, self.config, self.lock, self.pins, store, self.path, self._to_state)
 
     @property
     def log(self) -> RowLog:

@@ -18,6 +18,17 @@ _MAGIC, _VERSION = b"TESTATE\0", 1
 _HEAD = struct.Struct("<8sIIQQQ")
 
 
+def check_note(note: bytes) -> bytes:
+    """The note, if it may be kept.
+
+    Raises:
+        StoreConfigError: it is too large.
+    """
+    if len(note) > MAX_NOTE_BYTES:
+        raise StoreConfigError(f"a note of {len(note)} bytes: at most {MAX_NOTE_BYTES} are kept with a state")
+    return note
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """State `number` of a store (0 = empty, as created) with the rows up to `epoch`, and its note."""
@@ -27,8 +38,7 @@ class State:
     note: bytes
 
     def __post_init__(self) -> None:
-        if len(self.note) > MAX_NOTE_BYTES:
-            raise StoreConfigError(f"a note of {len(self.note)} bytes: at most {MAX_NOTE_BYTES} are kept with a state")
+        check_note(self.note)
 
     def pack(self) -> bytes:
         """The record as stored."""

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from pathlib import Path
 
 from storage.errors import StorageError, StoreFullError, StoreIOError
 from storage.row_log.committer import Committer
 from storage.row_log.compaction import Compactor, FullCompaction, Progress
-from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
-from storage.row_log.lock import StoreLock
-from storage.row_log.log import RowLog
 from storage.row_log.maintenance import Maintenance
-from storage.row_log.pins import Pins
-from storage.row_log.state import State
+from storage.row_log.parts import Parts
+from storage.row_log.state import State, check_note
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes, rows_that_fit
 
 _SLACK_COMMITS = 10  # pages of dead segments are used again about so many commits later
@@ -36,49 +32,25 @@ class Writer:
     """See the module's docstring.
 
     Args:
-        log: the store's log, open for writing.
-        groups: the store's groups, without rows; the store appends to this list.
-        config: sizes.
-        lock, pins: the store's.
-        store: uuid, 16 bytes.
-        where: the store's directory.
-        to_state: whether only a flush makes states (durability "snapshot").
+        parts: of the store, whose log is open for writing, and whose groups have no rows yet.
 
     Attributes:
         committer, compactor: what the thread does.
     """
 
-    def __init__(
-        self,
-        log: RowLog,
-        groups: list[GroupRows],
-        config: StoreConfig,
-        lock: StoreLock,
-        pins: Pins,
-        store: bytes,
-        where: Path,
-        to_state: bool,
-    ) -> None:
-        self.committer = Committer(log, groups, lock, pins, store, where, to_state)
-        self.compactor = Compactor(lock, pins, groups, config, log.page_bytes, store, self.committer)
-        self._groups = groups
-        self._config = config
-        self._page_bytes = log.page_bytes
-        self._lock = lock
-        self._pins = pins
-        self._store = store
-        self._where = where
+    def __init__(self, parts: Parts) -> None:
+        self.committer = Committer(parts)
+        self.compactor = Compactor(parts, self.committer)
+        self._of = parts
         self._failure: StorageError | None = None
         self._full: StoreFullError | None = None
         self._wanted_note: bytes | None = None
         self._wanted_compaction: FullCompaction | None = None
         self._waiting = 0  # threads that wait for a commit
         self._begun = self._ended = 0  # commits that were tried
-        self._maintenance = Maintenance(lock, self._work, f"tiered-emb store {where}")
+        self._maintenance = Maintenance(parts.lock, self._work, f"tiered-emb store {parts.path}")
         self.committer.recover()
-        with lock:
-            if config.compact_bytes_per_s != 0 and self.compactor.excess_bytes() > 0:
-                self._maintenance.ask()
+        self._ask_if_due()
 
     @property
     def state(self) -> State:
@@ -96,7 +68,7 @@ class Writer:
         if group.open is not None and not group.open_is_full:
             return group.open
         self._check()
-        group.seal(self._store)
+        group.seal(self._of.store)
         if self._half_is_sealed():
             self._maintenance.ask()
         buffer = self._buffer_for(group)
@@ -109,32 +81,32 @@ class Writer:
         return self._waiting > 0 or self._half_is_sealed()
 
     def _half_is_sealed(self) -> bool:
-        sealed = sum(buffer.bytes for group in self._groups for buffer, _ in group.sealed)
-        return 4 * sealed >= self._config.write_buffer_bytes
+        sealed = sum(buffer.bytes for group in self._of.groups for buffer, _ in group.sealed)
+        return 4 * sealed >= self._of.config.write_buffer_bytes
 
     def _buffer_for(self, group: GroupRows) -> WriteBuffer:
         """A buffer, within the limit: a spare one, a new one, or one that a commit sets free."""
         size = self._buffer_bytes(group)
-        while not group.spare and self._buffered_bytes() + size > self._config.write_buffer_bytes // 2:
-            for other in self._groups:
+        while not group.spare and self._buffered_bytes() + size > self._of.config.write_buffer_bytes // 2:
+            for other in self._of.groups:
                 self._drop_spare(other)
-            if any(g.sealed for g in self._groups):
+            if any(g.sealed for g in self._of.groups):
                 before = self.committer.commits
                 self._await_commit(lambda before=before: self.committer.commits > before)  # type: ignore[misc]
-            elif self._pins.waiting:
-                self._lock.wait()  # a reader holds buffers that were committed
+            elif self._of.pins.waiting:
+                self._of.lock.wait()  # a reader holds buffers that were committed
             else:
                 break  # every group needs one, whatever the limit
         if group.spare:
             return group.spare.pop()
         group.buffered_bytes += size
-        return WriteBuffer(group.row_bytes, self._config.filled_bytes, self._page_bytes)
+        return WriteBuffer(group.row_bytes, self._of.config.filled_bytes, self._of.log.page_bytes)
 
     def _buffered_bytes(self) -> int:
         """Host memory of buffers that puts fill or have filled."""
-        moved = [buffer for group in self._groups for buffer, _ in group.sealed if buffer.moved]
-        moved += [group.moving for group in self._groups if group.moving is not None]
-        return sum(group.buffered_bytes for group in self._groups) - sum(buffer.bytes for buffer in moved)
+        moved = [buffer for group in self._of.groups for buffer, _ in group.sealed if buffer.moved]
+        moved += [group.moving for group in self._of.groups if group.moving is not None]
+        return sum(group.buffered_bytes for group in self._of.groups) - sum(buffer.bytes for buffer in moved)
 
     def _drop_spare(self, group: GroupRows) -> None:
         group.buffered_bytes -= sum(buffer.bytes for buffer in group.spare)
@@ -153,14 +125,14 @@ class Writer:
                 failed = self._failure or (self._full if self._ended >= tried else None)
                 if failed is not None:
                     raise copy(failed).with_traceback(None) from failed
-                self._lock.wait()
+                self._of.lock.wait()
         finally:
             self._waiting -= 1
 
     def flush(self, note: bytes | None) -> None:
         """Commit all rows as a complete state; nothing is written if nothing changed. Raises as `open_buffer`."""
         self._check()
-        kept = State(0, 0, self.state.note if note is None else bytes(note)).note  # refused here if it is too large
+        kept = self.state.note if note is None else check_note(bytes(note))
         if not self.committer.uncovered and not self.unwritten and kept == self.state.note:
             return
         self._make_state(kept)
@@ -199,16 +171,21 @@ class Writer:
     def end_scan(self, scan: object) -> None:
         """A scan is over, for which compaction may have waited."""
         self.compactor.holds.discard(scan)
-        if not self.compactor.holds and self.compactor.waits:
-            self._maintenance.ask()
+        self._ask_if_due()
+
+    def _ask_if_due(self) -> None:
+        """Have compaction begin if nobody else would bring it about."""
+        with self._of.lock:
+            if self.compactor.is_due():
+                self._maintenance.ask()
 
     def close(self) -> None:
         """Flush, unless the writer has failed; then say so if rows are lost by that. Raises as `open_buffer`."""
         self.compactor.holds.add(self)
         try:
-            for group in self._groups:
-                group.seal(self._store)
-                group.seal_moving(self._store)
+            for group in self._of.groups:
+                group.seal(self._of.store)
+                group.seal_moving(self._of.store)
             if self._failure is None or self.unwritten:
                 self.flush(None)
         except BaseException:
@@ -226,20 +203,20 @@ class Writer:
 
     def distrust(self) -> None:
         """Write nothing more: a verb was cut short, and nobody knows where."""
-        with self._lock:
+        with self._of.lock:
             self._failure = StoreIOError("it was interrupted twice in the middle of a verb")
 
     def _check(self) -> None:
         if self._failure is not None:
             raise StoreIOError(
-                f"{self._where} failed before ({self._failure}); what was committed until then is on disk: "
+                f"{self._of.path} failed before ({self._failure}); what was committed until then is on disk: "
                 "close the store, reopen it and put the rows again"
             ) from self._failure
 
     @property
     def unwritten(self) -> bool:
         """Whether rows exist that no commit has made durable."""
-        return any(group.sealed or group.open_rows for group in self._groups)
+        return any(group.sealed or group.open_rows for group in self._of.groups)
 
     # ---- in the maintenance thread; takes the lock
 
@@ -247,9 +224,9 @@ class Writer:
         """One round: a commit if there is something to commit, then some compaction."""
         try:
             full = self._commit()
-            with self._lock:
+            with self._of.lock:
                 self._full, self._ended = full, self._begun
-                self._lock.notify_all()
+                self._of.lock.notify_all()
             return self._compact() if full is None else None
         except StoreFullError:
             return None  # of compaction, for which nobody waits: it goes on when something else has been committed
@@ -257,14 +234,14 @@ class Writer:
             failure = error if isinstance(error, StorageError) else StoreIOError(str(error))
             if failure is not error:
                 failure.__cause__ = error
-            with self._lock:
+            with self._of.lock:
                 self._failure = failure
-                self._lock.notify_all()
+                self._of.lock.notify_all()
             return None
 
     def _commit(self) -> StoreFullError | None:
         """Commit what there is, and make the state that is wanted, if one is; the error if there is no room."""
-        with self._lock:
+        with self._of.lock:
             self._begun += 1
             note, failed = self._wanted_note, self._failure is not None
         if failed:
@@ -277,7 +254,7 @@ class Writer:
         return None
 
     def _compact(self) -> float | None:
-        with self._lock:
+        with self._of.lock:
             work, self._wanted_compaction = self._wanted_compaction, None
             if self._failure is not None:
                 return None
@@ -288,9 +265,9 @@ class Writer:
                 work.error = error
                 raise
             finally:
-                with self._lock:
+                with self._of.lock:
                     work.ended = True
-                    self._lock.notify_all()
+                    self._of.lock.notify_all()
         return self.compactor.run(self.state.epoch, self._is_wanted)
 
     # ---- sizes
@@ -307,14 +284,14 @@ class Writer:
 
     def memory_after(self, inserts: int) -> int:
         """As `Store.memory_after`. Requires: the lock."""
-        fixed = sum(g.index.memory_bytes + g.index.jump_bytes(inserts) for g in self._groups) + 16 * inserts
-        lines = sum(g.segments.memory_after(self._segments_for(g, inserts)) for g in self._groups)
-        one_each = sum(self._buffer_bytes(group) for group in self._groups)
-        buffers = 2 * max(one_each, self._config.write_buffer_bytes // 2)
+        fixed = sum(g.index.memory_bytes + g.index.jump_bytes(inserts) for g in self._of.groups) + 16 * inserts
+        lines = sum(g.segments.memory_after(self._segments_for(g, inserts)) for g in self._of.groups)
+        one_each = sum(self._buffer_bytes(group) for group in self._of.groups)
+        buffers = 2 * max(one_each, self._of.config.write_buffer_bytes // 2)
         return fixed + lines + buffers + self.compactor.memory_bytes()
 
     def _segments_for(self, group: GroupRows, rows: int) -> int:
-        return -(-rows // rows_that_fit(self._config.filled_bytes, group.row_bytes)) + 1
+        return -(-rows // rows_that_fit(self._of.config.filled_bytes, group.row_bytes)) + 1
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        return buffer_bytes(self._config.filled_bytes, group.row_bytes, self._page_bytes)
+        return buffer_bytes(self._of.config.filled_bytes, group.row_bytes, self._of.log.page_bytes)

@@ -47,23 +47,15 @@ from tests.faults.oracle import (
     rows_of,
 )
 
-COMPACTS = hasattr(LmdbStore, "compact")
 CHANGES = "pwrite64,writev,pwritev,write,fdatasync,fsync,rename,ftruncate,fallocate,mkdir,unlink"
 FILES = ("data.mdb", "lock.mdb", "manifest.json", "manifest.json.tmp", "owner", "index", "index.tmp", "")
 PATIENCE_S = 120  # a process that has not ended by then hangs
 
 
 def config(**more: Any) -> StoreConfig:
-    """Segments of 8 KiB, so that a few hundred rows make several; compaction on where there is any."""
-    known = {field.name for field in dataclasses.fields(StoreConfig)}
-    sizes: dict[str, Any] = {
-        "segment_bytes": 1 << 13,
-        "write_buffer_bytes": 1 << 15,
-        "index_shards": 16,
-        "map_size_bytes": 1 << 28,
-    }
-    sizes |= {"max_space_ratio": 2.0, "compact_bytes_per_s": None}
-    return StoreConfig(**{name: value for name, value in (sizes | more).items() if name in known})
+    """Segments of 8 KiB, so that a few hundred rows make several."""
+    sizes = StoreConfig(segment_bytes=1 << 13, write_buffer_bytes=1 << 15, index_shards=16, map_size_bytes=1 << 28)
+    return dataclasses.replace(sizes, **more)
 
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -277,10 +269,7 @@ class _Writer:
         self.store.flush(note_of(op.number))
 
     def _compact(self, op: Any) -> None:
-        if COMPACTS:
-            self.store.compact()
-        else:
-            self.store.flush()
+        self.store.compact()
 
     def _reopen(self, op: Any) -> None:
         self.store.close()
@@ -334,8 +323,7 @@ def warm_up() -> None:
             store.put(RowIds.of(tables[table], IDS), rows_of(versions, table, IDS))
             store.delete(RowIds.of(tables[table], IDS[number::40]))
         store.flush()
-        if COMPACTS:
-            store.compact()
+        store.compact()
         read_all(store)
     for read_only in (False, True):
         with LmdbStore(directory / "s", config=config(), read_only=read_only) as store:
