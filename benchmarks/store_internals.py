@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +16,17 @@ from storage.row_log.places import MAX_SEGMENT_ROWS, ROWS
 def store_config(*, compacting: bool) -> StoreConfig:
     """The default, or the default with compaction off."""
     return StoreConfig() if compacting else StoreConfig(compact_bytes_per_s=0)
+
+
+@contextmanager
+def one_thread(store: LmdbStore) -> Iterator[None]:
+    """Within this block the thread that gets rows reads them alone."""
+    config = store.config
+    store.config = replace(config, read_threads=1)
+    try:
+        yield
+    finally:
+        store.config = config
 
 
 def index_bytes(store: LmdbStore) -> int:

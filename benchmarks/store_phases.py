@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.disk import CannotMeasure, drop_page_cache, fio_pages_per_s, written_bytes
 from benchmarks.report import Figure
-from benchmarks.store_internals import index_bytes, pages_of, store_config
+from benchmarks.store_internals import index_bytes, one_thread, pages_of, store_config
 from benchmarks.store_sides import Batch, Data, LmdbRows, Ours, Side, open_rows
 from benchmarks.store_writer import write_and_kill
 from benchmarks.timing import Step, interleave
@@ -83,14 +83,19 @@ def warm_reads(sides: Mapping[str, Side], work: Workload, rounds: int) -> dict[s
     """
     for first in range(0, work.rows, work.batch):
         batch = Batch.of(np.arange(first, min(work.rows, first + work.batch)))
-        rows = {bytes(side.read(batch)) for side in sides.values()}
-        if len(rows) != 1:
+        given = {bytes(side.read(batch)) for side in sides.values()}
+        if len(given) != 1:
             raise RuntimeError(f"the sides give different bytes for ids {first} to {first + work.batch}")
     batches = [Batch.of(work.random_ids(seed)) for seed in range(_POOL_BATCHES)]
-    lmdb_rows = sides["lmdb_rows"]
-    assert isinstance(lmdb_rows, LmdbRows)
-    steps: dict[str, Step] = {name: _in_turns(side.read, batches) for name, side in sides.items()}
+    ours, lmdb_rows = sides["ours"], sides["lmdb_rows"]
+    assert isinstance(ours, Ours) and isinstance(lmdb_rows, LmdbRows)
 
+    def read_alone(batch: Batch) -> object:
+        with one_thread(ours.store):
+            return ours.read(batch)
+
+    steps: dict[str, Step] = {name: _in_turns(side.read, batches) for name, side in sides.items()}
+    steps["ours_one_thread"] = _in_turns(read_alone, batches)
     steps["lmdb_rows_buffers"] = _in_turns(lambda batch: lmdb_rows.read_as(batch, buffers=True), batches)
     seconds = interleave(steps, rounds, warm_up=1)
     rows = work.batch * _TURN_BATCHES
@@ -158,7 +163,8 @@ def cold_reads(ours: Ours, work: Workload, rounds: int, fio_seconds: float) -> d
                 if ours_now:
                     drop_page_cache(data_file)
                     start = time.perf_counter()
-                    ours.read(batch)
+                    with one_thread(ours.store):
+                        ours.read(batch)
                     pages.append(needed / (time.perf_counter() - start))
                 elif fio_reason is None:
                     fio.append(fio_pages_per_s(data_file, fio_seconds))

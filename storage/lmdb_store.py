@@ -49,6 +49,7 @@ from storage.interrupts import Uninterrupted
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.places import NUMBER
+from storage.row_log.read_threads import usable_threads
 from storage.row_log.session import Session
 from storage.row_log.write_buffer import WriteBuffer
 from storage.row_log.writer import Writer
@@ -104,11 +105,11 @@ class LmdbStore:
             )
         self.path = Path(os.path.realpath(path))
         self.durability = durability
-        self.config = config or StoreConfig()
         self.read_only = read_only
         to_state = durability == "snapshot"
         self._rows_read = self._rows_written = self._bytes_read = 0
-        self._session = Session(self.path, self.config, to_state=to_state, read_only=read_only)
+        self._session = Session(self.path, config or StoreConfig(), to_state=to_state, read_only=read_only)
+        self.config = self._session.config
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -180,7 +181,7 @@ class LmdbStore:
             group = self._group(rows.group)
             check_batch(rows, out, group.row_bytes, written=True)
             check_found(rows, found)
-            group.get(rows, out, found)
+            group.get(rows, out, found, self.config.read_threads or usable_threads())
             hits = int(found.sum())
             with self._session.lock:
                 self._rows_read += hits

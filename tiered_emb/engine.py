@@ -214,7 +214,7 @@ class Engine:
             return 0
         compacts = self.store.config.compact_bytes_per_s != 0
         more = 4 if compacts and not self.groups else 0  # that compaction fills and commits
-        segments = (3 * (len(self.groups) + new) + more) * self.store.config.segment_bytes * 5 // 4
+        segments = (3 * (len(self.groups) + new) + more) * self.store.config.filled_bytes * 5 // 4
         return max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
 
     def _share(self, schema: RowSchema) -> float:
@@ -381,7 +381,7 @@ def _open_store(config: TierConfig) -> tuple[Store, bool]:
     if not isinstance(config.store, str | os.PathLike):
         return config.store, False
     buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
-    segment = max(_LEAST_BUFFER_BYTES // 2, min(1 << 20, buffer // 8))  # every group fills some of its own
+    segment = None if buffer == _MOST_BUFFER_BYTES else max(_LEAST_BUFFER_BYTES // 2, buffer // 32)
     rate = 0 if buffer == _LEAST_BUFFER_BYTES else None  # a tiny budget has no room for compaction's buffers
     sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer, compact_bytes_per_s=rate)
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True

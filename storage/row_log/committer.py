@@ -35,6 +35,7 @@ from storage.row_log.state import State
 from storage.row_log.write_buffer import WriteBuffer
 
 _DEAD_BYTES = 4 << 20  # for which a store with durability "commit" makes a state of its own
+_MOVED_SHARE = 1 / 64  # of the file that may wait for a segment of moved rows to be full
 _GRACE_S = 1.0  # for which readers find what is dead, unless it takes more than this share of the file
 _GRACE_SHARE = 16
 
@@ -190,10 +191,15 @@ class Committer:
         )
 
     def _seal_state(self, note: bytes) -> State:
-        """The state that all rows put so far make. They are sealed, for the commit that it comes with."""
+        """The state that all rows put so far make. They are sealed, for the commit that it comes with.
+
+        Rows that are being moved are on disk where they were, and that is kept until the segment they go to is full:
+        segments that are not leave holes of odd sizes, when they go, which none that is full fits into.
+        """
         for group in self._of.groups:
             group.seal(self._of.store)
-            group.seal_moving(self._of.store)
+            if group.moved_share > _MOVED_SHARE:
+                group.seal_moving(self._of.store, self.take_number)
         return State(self.state.number + 1, self._next_number - 1, note)
 
     def _needs_state(self) -> bool:

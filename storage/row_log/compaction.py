@@ -55,7 +55,7 @@ _GAPS = 0.04  # of the file lie between segments, too small for one
 _WORTHWHILE = 0.95  # greatest share of a segment that may be needed for it to be moved
 _ROWS_A_TOMBSTONE = 8
 _LEAST_TOMBSTONES = 4096
-_CHOSEN = 16  # victims at a time
+_CHOSEN = 8  # victims at a time
 _BREATH_S = 1e-4  # between two rounds, in which others get at the lock
 _PAUSE_S = 0.05  # between two looks at a budget that is used up
 _PATIENCE_S = 0.1  # with readers that keep committed buffers in memory
@@ -71,7 +71,7 @@ class Victim:
 
     @property
     def is_there(self) -> bool:
-        """Whether the segment still has this slot. Requires: the lock."""
+        """Whether the segment still has this slot. Requires: the lock, or the thread that deletes segments."""
         return int(self.group.segments.lines[self.slot, NUMBER]) == self.number
 
     @property
@@ -192,7 +192,7 @@ class Compactor:
         if self._of.config.compact_bytes_per_s == 0:
             return None
         self._sweep_if_due(epoch, wanted_elsewhere)
-        begun, victims = self.bytes_moved, list[Victim]()
+        begun = self.bytes_moved
         while self.bytes_moved - begun < _ROUND_BYTES:
             with self._of.lock:
                 excess = self._excess_bytes()
@@ -200,12 +200,13 @@ class Compactor:
                     return None
                 if wanted_elsewhere() and not self._is_far_behind(excess):
                     return _BREATH_S
-                victims = victims or self._victims(epoch, _CHOSEN)
+                victims = self._victims(epoch, _CHOSEN)
             if not victims:
                 return None
-            if not self._afford():
-                return _PAUSE_S
-            self._move(victims.pop(0))
+            for victim in victims:
+                if not self._afford():
+                    return _PAUSE_S
+                self._move(victim)
         return _BREATH_S
 
     def run_all(self, epoch: int, work: FullCompaction) -> None:
@@ -233,7 +234,7 @@ class Compactor:
         """Have no moved rows in memory."""
         with self._of.lock:
             for group in self._of.groups:
-                group.seal_moving(self._of.store)
+                group.seal_moving(self._of.store, self._committer.take_number)
         self._committer.commit()
 
     def _afford(self) -> bool:
@@ -262,9 +263,7 @@ class Compactor:
             hashes, needed: as `move_rows`; None = no tombstone is dropped.
             end_scans: ends scans that go on, under the lock; None = they go first.
         """
-        with self._of.lock:
-            there = victim.is_there and (end_scans is not None or not self.holds)
-        damaged = self._verify(victim) if there else None
+        damaged = self._verify(victim) if victim.is_there else None  # only this thread deletes segments
         if damaged is None:
             return
         hashes = np.zeros(0, np.uint64) if hashes is None else hashes
@@ -313,6 +312,7 @@ class Compactor:
     ) -> int:
         group, slot = victim.group, victim.slot
         buffer = group.moving or self._open(group)
+        group.moved_from.add(slot)
         lines = group.segments.lines
         before = int(lines[buffer.slot, COUNT]) & 0xFFFFFFFF
         stop = min(start + _BLOCK_ROWS, len(damaged))
@@ -341,12 +341,12 @@ class Compactor:
 
     def _seal_full(self, group: GroupRows, buffer: WriteBuffer) -> None:
         if int(group.segments.lines[buffer.slot, COUNT]) & 0xFFFFFFFF == buffer.capacity:
-            group.seal_moving(self._of.store)
+            group.seal_moving(self._of.store, self._committer.take_number)
 
     def _open(self, group: GroupRows) -> WriteBuffer:
         """Begin a segment for moved rows; that of another group is finished as it is, so that one at a time is open."""
         for other in self._of.groups:
-            other.seal_moving(self._of.store)
+            other.seal_moving(self._of.store, self._committer.take_number)
         group.moving = WriteBuffer(group.row_bytes, self._of.config.filled_bytes, self._of.log.page_bytes, moved=True)
         group.buffered_bytes += group.moving.bytes
         group.moving.begin(group.segments, self._committer.take_number())
@@ -354,7 +354,7 @@ class Compactor:
 
     def _most_sealed(self, group: GroupRows) -> int:
         """Segments of moved rows that may wait for a commit."""
-        return max(1, self._of.config.write_buffer_bytes // 8 // self._buffer_bytes(group))
+        return max(1, self._of.config.write_buffer_bytes // 4 // self._buffer_bytes(group))
 
     def memory_bytes(self) -> int:
         """The most host memory that compaction takes by itself, with LMDB's copy of what is being committed."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from storage.errors import StoreConfigError
 from storage.id_index import MAX_SHARDS
 
 _LEAST_BYTES = 1 << 13
+_SEGMENT_BYTES = 1 << 18  # small, since a hole between segments is lost to those that are larger
+_LARGE_SEGMENT_BYTES = 1 << 22
+_MANY_SEGMENTS = 1 << 16  # beyond which larger ones are better than more
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,8 @@ class StoreConfig:
     """Sizes of a store.
 
     Attributes:
-        segment_bytes: about how large a segment is; half of write_buffer_bytes if that is less.
+        segment_bytes: about how large a new segment is; half of write_buffer_bytes if that is less. None = by the size
+            of the store when it is opened: 256 KiB, more from 16 GiB on.
         write_buffer_bytes: host memory for rows not yet committed and for LMDB's copy of them during a commit. Each
             group needs room for one segment all the same.
         map_size_bytes: greatest size of the data file; address space, not disk.
@@ -24,21 +28,25 @@ class StoreConfig:
             takes, 0 = it never runs by itself.
         max_space_ratio: bytes of the data file for each byte of a live row as put, beyond which segments are compacted;
             more than 1.2. A smaller ratio costs more writing.
+        read_threads: that work on one get of many rows, the caller's among them; None = one a processor, 4 at most.
 
     Raises:
         StoreConfigError: a size that makes no sense.
     """
 
-    segment_bytes: int = 1 << 20
+    segment_bytes: int | None = None
     write_buffer_bytes: int = 16 << 20
     map_size_bytes: int = 1 << 40
     index_shards: int | None = None
     compact_bytes_per_s: int | None = None
     max_space_ratio: float = 2.0
+    read_threads: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("segment_bytes", "write_buffer_bytes", "map_size_bytes"):
             size = getattr(self, name)
+            if size is None and name == "segment_bytes":
+                continue
             if not isinstance(size, int) or size < _LEAST_BYTES:
                 raise StoreConfigError(f"{name}={size!r}: expected a whole number of bytes, {_LEAST_BYTES} at least")
         shards = self.index_shards
@@ -47,13 +55,23 @@ class StoreConfig:
         rate = self.compact_bytes_per_s
         if rate is not None and (not isinstance(rate, int) or rate < 0):
             raise StoreConfigError(f"compact_bytes_per_s={rate!r}: expected a whole number of bytes, 0, or None")
+        threads = self.read_threads
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise StoreConfigError(f"read_threads={threads!r}: expected a whole number of threads, 1 at least, or None")
         if not self.max_space_ratio > 1.2:
             raise StoreConfigError(f"max_space_ratio={self.max_space_ratio!r}: expected a number above 1.2")
+
+    def sized_for(self, store_bytes: int) -> StoreConfig:
+        """The same with a number for segment_bytes, for a store of about so many bytes."""
+        if self.segment_bytes is not None:
+            return self
+        wanted = 1 << (store_bytes // _MANY_SEGMENTS).bit_length()
+        return replace(self, segment_bytes=min(max(wanted, _SEGMENT_BYTES), _LARGE_SEGMENT_BYTES))
 
     @property
     def filled_bytes(self) -> int:
         """Size to which segments are filled: with LMDB's 16 bytes in front they end where a page ends."""
-        return min(self.segment_bytes, self.write_buffer_bytes // 2) - 16
+        return min(self.segment_bytes or _SEGMENT_BYTES, self.write_buffer_bytes // 2) - 16
 
     def shards_for(self, rows: int) -> int:
         """Index shards for a store of about so many rows: enough that a shard stays small, few if memory is scarce."""

@@ -55,6 +55,7 @@ from storage.row_log.places import (
     stored_table,
 )
 from storage.row_log.raw import row_step
+from storage.row_log.read_threads import for_each_block
 from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, segment_size, stride_of
 from storage.row_log.write_buffer import WriteBuffer
 from storage.store import IdRange, Mask, RowBytes, RowIds
@@ -100,6 +101,7 @@ class GroupRows:
         spare: buffers of committed segments, for the next ones.
         buffered_bytes: host memory of all buffers, also of those that a reader still holds.
         dying: slots that will be deleted.
+        moved_from: slots of segments whose rows are in `moving`, and on disk in those segments alone.
     """
 
     def __init__(self, group: int, row_bytes: int, shards: int, where: str, lock: StoreLock | None = None) -> None:
@@ -114,6 +116,7 @@ class GroupRows:
         self.sealed: list[tuple[WriteBuffer, memoryview]] = []
         self.buffered_bytes = 0
         self.dying: set[int] = set()
+        self.moved_from: set[int] = set()
         self.tables: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self.stride = stride_of(row_bytes)
         self._stride = np.uint64(self.stride)
@@ -121,17 +124,19 @@ class GroupRows:
         self.lock = lock or StoreLock()
         self._pages = PageAdvisor()
 
-    def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
-        """As `Store.get`; the arguments have been checked. Requires: a pin, and not the lock."""
+    def get(self, rows: RowIds, out: RowBytes, found: Mask, threads: int = 1) -> None:
+        """As `Store.get`, in `threads` threads; the arguments have been checked. Requires: a pin, and not the lock."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
-        places = np.empty(min(len(ids), BLOCK_ROWS), np.uint64)
-        for first in range(0, len(ids), BLOCK_ROWS):
+        places = np.empty(len(ids), np.uint64)
+
+        def read_block(first: int) -> None:
             part = slice(first, first + BLOCK_ROWS)
-            block = places[: len(ids[part])]
-            segments = self._find(tables[part], ids[part], block)
-            faults = self._pages.before_rows(segments.lines, self._stride, block)
-            self._copy(segments, tables[part], ids[part], block, out[part], found[part])
+            segments = self._find(tables[part], ids[part], places[part])
+            faults = self._pages.before_rows(segments.lines, self._stride, places[part])
+            self._copy(segments, tables[part], ids[part], places[part], out[part], found[part])
             self._pages.after_rows(faults)
+
+        for_each_block(read_block, range(0, len(ids), BLOCK_ROWS), threads)
 
     def _find(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], places: NDArray[np.uint64]) -> SegmentTable:
         """Fill in places; the segment table that they refer to."""
@@ -277,16 +282,24 @@ class GroupRows:
             self.segments.give_back(buffer.slot)
             self.spare.append(buffer)
 
-    def seal_moving(self, store: bytes) -> None:
-        """Finish the segment that compaction fills, if it has rows."""
+    def seal_moving(self, store: bytes, take_number: Callable[[], int]) -> None:
+        """Finish the segment that compaction fills, if it has rows; its number is newer than all it was filled from."""
         buffer, self.moving = self.moving, None
+        self.moved_from.clear()
         if buffer is None:
             return
         if self.segments.lines[buffer.slot, COUNT]:
+            buffer.renumber(self.segments, take_number())
             self.sealed.append((buffer, buffer.seal(self.segments, self.group, self.tables, store)))
         else:
             self.segments.give_back(buffer.slot)
             self.buffered_bytes -= buffer.bytes
+
+    @property
+    def moved_share(self) -> float:
+        """The share of the file that segments take of which rows are being moved."""
+        sizes = self.segment_bytes()
+        return float(sizes[list(self.moved_from)].sum() / max(1, sizes.sum()))
 
     def adopt(self, header: SegmentHeader, address: int, slot: int | None = None) -> int:
         """Point a slot (a new one, or the one it was filled in) at a committed segment; the slot."""
@@ -330,10 +343,10 @@ class GroupRows:
     def dead_slots(self) -> list[int]:
         """Committed segments of which nothing is needed: no live row, no tombstone that still hides an older row.
 
-        That is for a state which comes with all segments that are still in memory: rows may have been moved to them.
+        That is for a state which comes with all sealed segments: rows may have been moved to them.
         """
         lines, slots = self.segments.lines, self.segments.slots()
-        kept = np.fromiter(self.dying | self.slots_in_memory(), np.int64)
+        kept = np.fromiter(self.dying | self.moved_from | self.slots_in_memory(), np.int64)
         idle = slots[(lines[slots, LIVE] == 0) & ~np.isin(slots, kept)]
         hiding = lines[idle, COUNT] >> 32 != 0
         dead: list[int] = idle[~hiding].tolist()

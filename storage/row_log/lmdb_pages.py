@@ -13,17 +13,18 @@ Places outside the file are refused here, and whoever reads a segment checks its
 from __future__ import annotations
 
 import ctypes
-import struct
+from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
 from storage.row_log.lmdb_check import run_begins
 from storage.row_log.lmdb_nodes import PAGE_HEADER_BYTES
+from storage.row_log.raw import load16, load64
 
-_NODE = struct.Struct("<HHHH")
-_BIG_DATA = 1
+_NODE_BYTES, _BIG_DATA = np.uint64(8), np.uint64(1)
 
 
 def place_of_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, int]:
@@ -59,17 +60,25 @@ def check_run(key: memoryview, page_bytes: int, pages: int) -> None:
 
 def _large_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, int, int]:
     """The address of page 0, the first page of a value and its size."""
-    at = np.frombuffer(key, np.uint8).ctypes.data
-    low, high, flags, key_bytes = _NODE.unpack(ctypes.string_at(at - _NODE.size, _NODE.size))
-    size = low | high << 16
-    page = int.from_bytes(ctypes.string_at(at + len(key), 8), "little")
+    first, page, size = _read_node(np.uint64(np.frombuffer(key, np.uint8).ctypes.data), len(key), page_bytes)
     last = page + (PAGE_HEADER_BYTES + size - 1) // page_bytes
-    if key_bytes != len(key) or not flags & _BIG_DATA or last >= pages:
+    if size < 0 or not 0 <= last < pages:
         raise CorruptSegmentError(
             f"segment {bytes(key).hex()} has no pages of its own in data.mdb: the file is damaged"
         )
-    leaf = at - at % page_bytes
-    return leaf - int.from_bytes(ctypes.string_at(leaf, 8), "little") * page_bytes, page, size
+    return first, page, size
+
+
+@njit(cache=True)
+def _read_node(at: Any, key_bytes: Any, page_bytes: Any) -> Any:
+    """As `_large_value`, of the key at an address; a size of -1 for a value that is not a large one."""
+    node = at - _NODE_BYTES
+    size = np.int64(load16(node) | load16(node + np.uint64(2)) << np.uint64(16))
+    is_large = load16(node + np.uint64(4)) & _BIG_DATA and np.int64(load16(node + np.uint64(6))) == key_bytes
+    page = np.int64(load64(at + np.uint64(key_bytes)))
+    leaf = np.int64(at) - np.int64(at) % page_bytes
+    first = leaf - np.int64(load64(np.uint64(leaf))) * page_bytes
+    return first, page, size if is_large else -1
 
 
 def bytes_at(address: int, size: int) -> NDArray[np.uint8]:

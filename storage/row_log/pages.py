@@ -117,6 +117,13 @@ def _ask_for(address: Any, count: Any) -> None:
     madvise(begin, ((address + count - _1) & _PAGE_MASK) + _PAGE - begin, _WILLNEED)
 
 
+@njit(nogil=True, cache=True)
+def ask_for_all(addresses: Any, counts: Any) -> None:
+    """`ask_for` of many places: addresses uint64 (N,), bytes int64 (N,)."""
+    for i in range(len(addresses)):
+        _ask_for(addresses[i], np.uint64(counts[i]))
+
+
 def ask_for(address: int, count: int) -> None:
     """Put the reads of the pages of `count` bytes in flight."""
     _ask_for(np.uint64(address), np.uint64(count))

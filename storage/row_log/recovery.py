@@ -30,10 +30,11 @@ from storage.row_log.group_rows import GroupRows
 from storage.row_log.index_file import Stamp, load_index
 from storage.row_log.log import RowLog
 from storage.row_log.manifest import INDEX_NAME
-from storage.row_log.pages import ask_for
-from storage.row_log.places import COUNT
+from storage.row_log.pages import ask_for_all
+from storage.row_log.places import COUNT, LIVE
+from storage.row_log.read_threads import for_each_block, usable_threads
 from storage.row_log.replay import bury, distinct_ids, replay
-from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, rows_offset
+from storage.row_log.segment import HEADER_BYTES, SegmentHeader, are_whole, read_fronts, read_header
 
 LAST_EPOCH = (1 << 63) - 1
 _AHEAD = 32
@@ -129,14 +130,41 @@ def replay_slots(group: GroupRows, slots: NDArray[np.int64], last_epoch: int, kn
     """
     stride = None if known_epoch == _NOTHING_SEEN else np.uint64(group.stride)
     index, lines = group.index, group.segments.lines
-    for slot in slots.tolist():
-        at, status = 0, SHARD_FULL
-        while status == SHARD_FULL:
-            at, status, shard = replay(index.table, index.shift, lines, stride, slot, last_epoch, known_epoch, at)
-            if status == SHARD_FULL:
-                index.grow(shard)
+    parts = _parts_of(len(slots), len(index.table))
+    part_bits = np.uint64((len(index.table) // parts).bit_length() - 1)
+    live = np.zeros((parts, len(lines)), np.int64)
+
+    def replay_part(part: int) -> None:
+        for slot in slots.tolist():
+            at, status = 0, SHARD_FULL
+            while status == SHARD_FULL:
+                at, status, shard = replay(
+                    index.table,
+                    index.shift,
+                    lines,
+                    stride,
+                    slot,
+                    last_epoch,
+                    known_epoch,
+                    at,
+                    np.uint64(part),
+                    part_bits,
+                    live[part],
+                )
+                if status == SHARD_FULL:
+                    index.grow(shard)
+
+    for_each_block(replay_part, range(parts), parts)
+    lines[:, LIVE] += live.sum(axis=0)
     for slot in slots[lines[slots, COUNT] >> 32 > 0].tolist():
         bury(index.table, index.shift, lines, slot)
+
+
+def _parts_of(segments: int, shards: int) -> int:
+    """Into how many parts the ids of so many segments are divided, for a thread each; a power of two."""
+    if segments < _AHEAD:
+        return 1
+    return min(1 << (usable_threads().bit_length() - 1), shards)
 
 
 def _verified(
@@ -144,19 +172,30 @@ def _verified(
 ) -> Iterator[tuple[GroupRows, SegmentHeader, int]]:
     """Group, header and address of each segment, once its header and block of ids are found whole."""
     numbered = list(segments.items())
-    for i, (number, segment) in enumerate(numbered):
-        if i % _AHEAD == 0:
-            ask_for_ids([segment for _, segment in numbered[i : i + _AHEAD]])
-        header = read_header(segment, number, where)
-        yield _group_of(header, groups, store, where), header, segment.ctypes.data
+    for first in range(0, len(numbered), _AHEAD):
+        some = numbered[first : first + _AHEAD]
+        numbers = np.array([number for number, _ in some], np.int64)
+        addresses, sizes = ask_for_ids([segment for _, segment in some])
+        whole = np.zeros(len(some), np.bool_)
+        are_whole(addresses, sizes, numbers, whole)
+        for (number, segment), address, is_whole in zip(some, addresses.tolist(), whole.tolist(), strict=True):
+            header = read_header(segment, number, where, is_whole)
+            yield _group_of(header, groups, store, where), header, address
 
 
-def ask_for_ids(segments: list[NDArray[np.uint8]]) -> None:
-    """Put the reads of all headers in flight, then those of all blocks of ids; nothing is verified yet."""
-    for segment in segments:
-        ask_for(segment.ctypes.data, HEADER_BYTES)
-    for segment in segments:
-        ask_for(segment.ctypes.data, min(len(segment), max(HEADER_BYTES, rows_offset(segment))))
+def ask_for_ids(segments: list[NDArray[np.uint8]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Put the reads of all headers in flight, then those of all blocks of ids; nothing is verified yet.
+
+    Returns:
+        addresses and sizes of the segments.
+    """
+    addresses = np.array([segment.ctypes.data for segment in segments], np.uint64)
+    sizes = np.array([len(segment) for segment in segments], np.int64)
+    fronts = np.minimum(sizes, HEADER_BYTES)
+    ask_for_all(addresses, fronts)
+    read_fronts(addresses, sizes, fronts)
+    ask_for_all(addresses, fronts)
+    return addresses, sizes
 
 
 def _group_of(header: SegmentHeader, groups: list[GroupRows], store: bytes, where: str) -> GroupRows:

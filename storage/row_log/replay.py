@@ -73,9 +73,21 @@ def distinct_ids(segments: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
 
 @njit(nogil=True, cache=True)
 def replay(
-    shards: Any, shift: Any, segments: Any, stride: Any, slot: Any, last_epoch: Any, known_epoch: Any, start: Any
+    shards: Any,
+    shift: Any,
+    segments: Any,
+    stride: Any,
+    slot: Any,
+    last_epoch: Any,
+    known_epoch: Any,
+    start: Any,
+    part: Any,
+    part_bits: Any,
+    live: Any,
 ) -> Any:
     """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
+
+    Several threads may do so at once, each for the ids of some shards.
 
     Args:
         stride: uint64, stored bytes of a row; None if all ids that the index leads to were verified just now, for which
@@ -84,6 +96,8 @@ def replay(
         known_epoch: the index has seen all changes up to this epoch, and buried tombstones: a moved row of an epoch up
             to it is taken only if its id has an entry. It was deleted otherwise.
         start: row to begin at.
+        part, part_bits: which ids: those of 2^part_bits neighbouring shards, the `part`-th so many (both uint64).
+        live: int64 (slots,), by how much the live rows of each segment change.
 
     Returns:
         (row to go on at, DONE | SHARD_FULL, the full shard).
@@ -92,17 +106,21 @@ def replay(
     count = segments[slot, COUNT] & 0xFFFFFFFF
     number, epoch = segments[slot, NUMBER], segments[slot, EPOCH]
     one_epoch = (segments[slot, WIDTHS] >> 8) & 255 == 0
-    hashes = np.empty(count, np.uint64)
+    hashes, rows = np.empty(count + 1, np.uint64), np.empty(count + 1, np.int64)
+    n = 0
     for at in range(start, count):
-        hashes[at] = _hash_at(segments, place_at(slot, at))
-    for at in range(start, count):
-        prefetch(home_address(shards, shift, hashes[min(at + _INDEX_AHEAD, count - 1)]))
+        hashes[n] = _hash_at(segments, place_at(slot, at))
+        rows[n] = at
+        n += (hashes[n] >> shift) >> part_bits == part  # else the next row takes its place
+    for i in range(n):
+        prefetch(home_address(shards, shift, hashes[min(i + _INDEX_AHEAD, n - 1)]))
+        at = rows[i]
         place = place_at(slot, at)
         if not one_epoch:
             epoch = stored_epoch(segments, place)
         if epoch > last_epoch:
             continue
-        table, id, hash = np.uint32(stored_table(segments, place)), stored_id(segments, place), hashes[at]
+        table, id, hash = np.uint32(stored_table(segments, place)), stored_id(segments, place), hashes[i]
         if stride is None:
             position = seek(shards, shift, hash, segments, table, id)
         else:
@@ -121,9 +139,9 @@ def replay(
             epoch_of_old = stored_epoch(segments, old)
             if epoch_of_old > epoch or (epoch_of_old == epoch < number and stored_tombstone(segments, place)):
                 continue
-            segments[slot_of(old), LIVE] -= 1
+            live[slot_of(old)] -= 1
         set_entry(shards, shift, hash, position, place)
-        segments[slot, LIVE] += 1
+        live[slot] += 1
     return count, DONE, 0
 
 

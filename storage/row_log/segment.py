@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
-from storage.row_log.hashing import checksum
+from storage.row_log.hashing import checksum, xxh64
+from storage.row_log.raw import load64
 
 MAGIC = b"TEROWSEG"
 VERSION = 2
 _VERSIONS_READ = (1, 2)  # 1 had no id_bytes: it wrote 0 there, and ids of 8 bytes
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
+_IDS_AT, _ROWS_AT, _IDS_CHECKSUM, _8 = (np.uint64(n) for n in (72, 80, 112, 8))  # where header fields lie
 RAW_ROWS = 0  # how rows are packed; codecs take the numbers from 1 on
 
 _HEADER = struct.Struct("<8sIIIIIIIIBBBBIQQQQQQ16sQQ")
@@ -104,23 +108,49 @@ def align8(count: int) -> int:
     return -(-count // 8) * 8
 
 
-def rows_offset(segment: NDArray[np.uint8]) -> int:
-    """What a header says of where the rows begin, unverified."""
-    return int.from_bytes(segment[80:88].tobytes(), "little")
-
-
 def segment_size(header: NDArray[np.uint8]) -> int:
     """What a header says of the size of its segment, unverified."""
     return int.from_bytes(header[88:96].tobytes(), "little")
 
 
-def read_header(segment: NDArray[np.uint8], number: int, where: str) -> SegmentHeader:
+@njit(nogil=True, cache=True)
+def read_fronts(addresses: Any, sizes: Any, fronts: Any) -> None:
+    """fronts[i] = what a header says of the bytes of its header and block of ids, unverified; `sizes[i]` at most."""
+    for i in range(len(addresses)):
+        fronts[i] = min(sizes[i], HEADER_BYTES)
+        if sizes[i] >= HEADER_BYTES:
+            rows_at = load64(addresses[i] + _ROWS_AT)
+            fronts[i] = max(HEADER_BYTES, np.int64(min(np.uint64(sizes[i]), rows_at)))
+
+
+@njit(nogil=True, cache=True)
+def are_whole(addresses: Any, sizes: Any, numbers: Any, whole: Any) -> None:
+    """whole[i] = whether header and block of ids of a segment have the checksums that `read_header` asks for.
+
+    For many segments in one call. Nothing outside of the `sizes[i]` bytes at `addresses[i]` is read.
+    """
+    for i in range(len(addresses)):
+        whole[i] = False
+        if sizes[i] < HEADER_BYTES:
+            continue
+        header, size = addresses[i], np.uint64(sizes[i])
+        body = np.uint64(HEADER_BYTES - CHECKSUM_BYTES)
+        if load64(header + body) != xxh64(header, body, np.uint64(0)):
+            continue
+        begin, end = load64(header + _IDS_AT), load64(header + _ROWS_AT)
+        if begin <= end <= size and (end - begin) % _8 == 0:
+            ids = xxh64(header + begin, end - begin, np.uint64(numbers[i]))
+            whole[i] = ids == load64(header + _IDS_CHECKSUM)
+
+
+def read_header(segment: NDArray[np.uint8], number: int, where: str, whole: bool = False) -> SegmentHeader:
     """Read and verify a header and the block of ids behind it; rows verify themselves when they are read.
 
     Args:
         segment: the bytes of the whole value.
         number: the number under which it is stored.
         where: names the store in messages.
+        whole: what `are_whole` has found; False = not asked.
 
     Raises:
         CorruptSegmentError: what was seen is not what was written, or was written by a newer version.
@@ -132,11 +162,11 @@ def read_header(segment: NDArray[np.uint8], number: int, where: str) -> SegmentH
     magic, *numbers, stored = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise CorruptSegmentError(f"{what} begins with {magic!r}: expected {MAGIC!r}")
-    if stored != checksum(raw[:-8]):
+    if not whole and stored != checksum(raw[:-8]):
         raise CorruptSegmentError(f"{what} has a damaged header: its checksum does not match")
     header = SegmentHeader(*numbers)
     _check_header(header, len(segment), number, what)
-    if header.ids_checksum != checksum(segment[header.ids_at : header.rows_at], header.number):
+    if not whole and header.ids_checksum != checksum(segment[header.ids_at : header.rows_at], header.number):
         raise CorruptSegmentError(f"{what} has a damaged block of ids: its checksum does not match")
     return header
 

@@ -112,6 +112,7 @@ class Session:
         self._log = RowLog(
             self.path, self.config.map_size_bytes, read_only=read_only, sync_meta=not self._to_state, create=create
         )
+        self.config = self.config.sized_for(self._log.disk_bytes)
         if self._owner is not None and not read_only:
             self._owner.lock_data_file()
         if not create:

@@ -97,6 +97,10 @@ class WriteBuffer:
         line[CODES] = self._beside.ctypes.data + 8 * self.capacity
         line[WIDTHS], line[NUMBER], line[EPOCH] = _FILLING, number, 0 if self.moved else number
 
+    def renumber(self, segments: SegmentTable, number: int) -> None:
+        """Give the segment another number than it was begun with."""
+        self.number = segments.lines[self.slot, NUMBER] = number
+
     def seal(self, segments: SegmentTable, group: int, known: NDArray[np.uint32], store: bytes) -> memoryview:
         """Finish the segment: its bytes as they will be stored. The buffer may still be read, not written.
 

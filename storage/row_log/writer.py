@@ -25,7 +25,7 @@ from storage.row_log.parts import Parts
 from storage.row_log.state import State, check_note
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes, rows_that_fit
 
-_SLACK_COMMITS = 10  # pages of dead segments are used again about so many commits later
+_SLACK_COMMITS = 5  # pages of dead segments are used again about so many commits later
 
 
 class Writer:
@@ -185,7 +185,7 @@ class Writer:
         try:
             for group in self._of.groups:
                 group.seal(self._of.store)
-                group.seal_moving(self._of.store)
+                group.seal_moving(self._of.store, self.committer.take_number)
             if self._failure is None or self.unwritten:
                 self.flush(None)
         except BaseException:

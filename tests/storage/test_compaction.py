@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from storage import CorruptRowError, LmdbStore, RowIds, StoreConfig, TableRef
+from storage.row_log import committer
 from storage.row_log.places import COUNT, LIVE, MAX_SEGMENT_ROWS, NUMBER, ROWS
 from storage.testing import Rows, check_equal, contents, read, schema_of
 from tests.storage.test_lmdb_faults import file_offset
@@ -268,3 +269,59 @@ def test_a_store_that_is_dropped_ends_its_thread(tmp_path: Path) -> None:
     del store
     gc.collect()
     assert name not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_segment_lives_until_the_one_that_its_rows_went_to_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state does not wait for moved rows, and must not delete what they were moved from either."""
+    monkeypatch.setattr(committer, "_MOVED_SHARE", 1)  # the store is too small for that by itself
+    store, table, rows = half_dead(tmp_path / "s")
+    group, compactor = store._session.groups[0], store._session.writer.compactor  # type: ignore[union-attr]
+    victim = compactor._victims(store._session.state.epoch, 1)[0]
+    compactor._move(victim)
+    assert group.moving is not None, "its rows do not fill a segment"
+    assert group.segments.lines[victim.slot, LIVE] == 0
+    for version in range(3, 6):
+        rows |= put(store, table, np.arange(100), version)
+        store.flush()
+    assert group.moving is not None
+    assert victim.is_there
+    check_equal(store, table.group, rows)
+    store.abandon()
+    with LmdbStore(tmp_path / "s", config=OFF) as store:
+        check_equal(store, table.group, rows)
+        store.compact()
+        check_equal(store, table.group, rows)
+
+
+def test_a_segment_of_moved_rows_is_numbered_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all it was filled from is older, also what was put after it was begun."""
+    monkeypatch.setattr(committer, "_MOVED_SHARE", 1)
+    store, table, _ = half_dead(tmp_path / "s")
+    group, compactor = store._session.groups[0], store._session.writer.compactor  # type: ignore[union-attr]
+    compactor._move(compactor._victims(store._session.state.epoch, 1)[0])
+    put(store, table, np.arange(3000), 3)
+    put(store, table, np.arange(1, 3000, 2), 4)
+    store.flush()
+    newest = max(compactor._victims(store._session.state.epoch, 1000), key=lambda victim: victim.number)
+    assert group.moving is not None and newest.number > group.moving.number
+    compactor._move(newest)
+    store.close()
+    with LmdbStore(tmp_path / "s", config=OFF) as store:
+        lines = store._session.groups[0].segments.lines
+        assert newest.number < lines[:, NUMBER].max()
+
+
+def test_little_waits_for_moved_rows_to_fill_a_segment(tmp_path: Path) -> None:
+    """In a small store a state takes along what is being moved, so that what it was moved from goes."""
+    store, table, _ = half_dead(tmp_path / "s")
+    group, compactor = store._session.groups[0], store._session.writer.compactor  # type: ignore[union-attr]
+    victim = compactor._victims(store._session.state.epoch, 1)[0]
+    compactor._move(victim)
+    for version in range(2):
+        put(store, table, np.arange(10), version)
+        store.flush()
+    assert group.moving is None
+    assert not victim.is_there
+    store.close()

@@ -281,11 +281,24 @@ def test_a_store_opened_for_reading_refuses_to_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"segment_bytes": 100}, {"write_buffer_bytes": 0}, {"map_size_bytes": 1.5}, {"index_shards": 3}]
+    "wrong",
+    [
+        {"segment_bytes": 100},
+        {"write_buffer_bytes": 0},
+        {"map_size_bytes": 1.5},
+        {"index_shards": 3},
+        {"read_threads": 0},
+    ],
 )
 def test_sizes_that_make_no_sense(wrong: dict[str, int]) -> None:
     with pytest.raises(StoreConfigError, match=next(iter(wrong))):
         StoreConfig(**wrong)
+
+
+def test_segments_are_small_until_there_would_be_very_many() -> None:
+    sizes = [StoreConfig().sized_for(size).segment_bytes for size in (0, 16 << 30, 20 << 30, 40 << 30, 1 << 50)]
+    assert sizes == [1 << 18, 1 << 19, 1 << 19, 1 << 20, 1 << 22]
+    assert StoreConfig(segment_bytes=1 << 13).sized_for(1 << 50).segment_bytes == 1 << 13
 
 
 def test_durability_is_one_of_two_words(tmp_path: Path) -> None:
