@@ -37,7 +37,6 @@ from storage.row_log.gather import (
     match_ids,
     settle,
 )
-from storage.row_log.lmdb_pages import bytes_at
 from storage.row_log.lock import StoreLock
 from storage.row_log.pages import PageAdvisor
 from storage.row_log.places import (
@@ -56,7 +55,7 @@ from storage.row_log.places import (
 )
 from storage.row_log.raw import row_step
 from storage.row_log.read_threads import for_each_block
-from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header, segment_size, stride_of
+from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header_at, stride_of
 from storage.row_log.write_buffer import WriteBuffer
 from storage.store import IdRange, Mask, RowBytes, RowIds
 
@@ -382,7 +381,7 @@ class GroupRows:
             CorruptSegmentError: they are damaged.
         """
         number, address = int(self.segments.lines[slot, NUMBER]), int(self.segments.lines[slot, IDS]) - HEADER_BYTES
-        read_header(bytes_at(address, segment_size(bytes_at(address, HEADER_BYTES))), number, self._where)
+        read_header_at(address, number, self._where)
 
     @property
     def memory_bytes(self) -> int:

@@ -37,14 +37,11 @@ import numpy as np
 
 from storage.errors import CorruptSegmentError
 from storage.row_log.group_rows import GroupRows
-from storage.row_log.lmdb_pages import bytes_at
 from storage.row_log.parts import Parts
 from storage.row_log.places import IDS, LIVE, NUMBER
 from storage.row_log.recovery import LAST_EPOCH, open_log, replay_segments
-from storage.row_log.segment import HEADER_BYTES, read_header, segment_size
+from storage.row_log.segment import HEADER_BYTES, read_header_at
 from storage.row_log.state import State
-
-_LARGEST = 1 << 40  # bytes of a segment; a larger size is foreign bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +181,8 @@ class Reader:
         """Whether the ids of segments that went are still in the pages that were theirs."""
         for group, slot in slots:
             line = group.segments.lines[slot]
-            begin = int(line[IDS]) - HEADER_BYTES
-            size = segment_size(bytes_at(begin, HEADER_BYTES))
-            if size >= _LARGEST:
-                return False
             try:
-                read_header(bytes_at(begin, size), int(line[NUMBER]), str(self._of.path))
+                read_header_at(int(line[IDS]) - HEADER_BYTES, int(line[NUMBER]), str(self._of.path))
             except CorruptSegmentError:
                 return False
         return True

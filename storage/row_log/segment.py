@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
 from storage.row_log.hashing import checksum, xxh64
+from storage.row_log.lmdb_pages import bytes_at
 from storage.row_log.raw import load64
 
 MAGIC = b"TEROWSEG"
 VERSION = 2
+_LARGEST = 1 << 40  # bytes; what a header says beyond that is foreign bytes
 _VERSIONS_READ = (1, 2)  # 1 had no id_bytes: it wrote 0 there, and ids of 8 bytes
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
@@ -108,11 +110,6 @@ def align8(count: int) -> int:
     return -(-count // 8) * 8
 
 
-def segment_size(header: NDArray[np.uint8]) -> int:
-    """What a header says of the size of its segment, unverified."""
-    return int.from_bytes(header[88:96].tobytes(), "little")
-
-
 @njit(nogil=True, cache=True)
 def read_fronts(addresses: Any, sizes: Any, fronts: Any) -> None:
     """fronts[i] = what a header says of the bytes of its header and block of ids, unverified; `sizes[i]` at most."""
@@ -169,6 +166,14 @@ def read_header(segment: NDArray[np.uint8], number: int, where: str, whole: bool
     if not whole and header.ids_checksum != checksum(segment[header.ids_at : header.rows_at], header.number):
         raise CorruptSegmentError(f"{what} has a damaged block of ids: its checksum does not match")
     return header
+
+
+def read_header_at(address: int, number: int, where: str) -> SegmentHeader:
+    """As `read_header`, of a segment that was whole once and whose size is what its header says, if that can be."""
+    size = int.from_bytes(bytes_at(address, HEADER_BYTES)[88:96].tobytes(), "little")
+    if size >= _LARGEST:
+        raise CorruptSegmentError(f"segment {number} of {where} has a damaged header: it says {size} bytes")
+    return read_header(bytes_at(address, size), number, where)
 
 
 def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -152,10 +152,13 @@ def _flip_all(talk: Connection, path: Path, live: Versions, note: bytes, flips: 
 
 
 def _is_found(path: Path, live: Versions, note: bytes, flip: Flip) -> bool:
-    if not flip.opened:
+    sizes = config()
+    if flip.opened:
+        sizes = replace(sizes, compact_bytes_per_s=0)  # a row that was moved before the flip is not damaged by it
+    else:
         _flip(path / "data.mdb", flip)
     try:
-        with LmdbStore(path, config=config(), read_only=flip.read_only) as store:
+        with LmdbStore(path, config=sizes, read_only=flip.read_only) as store:
             if flip.opened:
                 _flip(path / "data.mdb", flip)
             if flip.key is not None:

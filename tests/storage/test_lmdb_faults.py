@@ -33,9 +33,11 @@ from storage import (
 from storage.row_log.lmdb_errors import has_no_room
 from storage.row_log.log import RowLog
 from storage.row_log.places import COUNT, IDS, MAX_SEGMENT_ROWS, ROWS
+from storage.row_log.segment import HEADER_BYTES
 from storage.testing import check_equal, random_rows, read, schema_of
 
 TINY = StoreConfig(segment_bytes=1 << 13, write_buffer_bytes=1 << 14, index_shards=16)
+SIZE_AT = 88  # of a segment's size within its header (docs/formats.md)
 
 
 def filled(path: Path, count: int = 2000, config: StoreConfig = TINY) -> tuple[LmdbStore, dict[tuple[int, int], bytes]]:
@@ -59,6 +61,24 @@ def file_offset(address: int) -> int:
 
 
 class TestDamage:
+    def test_a_header_that_says_any_size_is_found(self, tmp_path: Path) -> None:
+        """Every bit of the size, flipped while the store is open: more bytes than there can be are no crash."""
+        store, _ = filled(tmp_path / "s")
+        group = store._session.groups[0]
+        slot = int(group.segments.slots()[0])
+        header = int(group.segments.lines[slot, IDS]) - HEADER_BYTES
+        at = file_offset(header) + SIZE_AT
+        with open(tmp_path / "s" / "data.mdb", "r+b", buffering=0) as file:
+            whole = os.pread(file.fileno(), 8, at)
+            for bit in range(64):
+                flipped = int.from_bytes(whole, "little") ^ 1 << bit
+                os.pwrite(file.fileno(), flipped.to_bytes(8, "little"), at)
+                with pytest.raises(CorruptSegmentError, match="damaged header"):
+                    list(store.scan(0))
+            os.pwrite(file.fileno(), whole, at)
+        list(store.scan(0))
+        store.close()
+
     def test_a_thousand_flipped_bits_of_rows_are_found_by_id(self, tmp_path: Path) -> None:
         store, rows = filled(tmp_path / "s")
         group, rng = store._session.groups[0], np.random.default_rng(1)
