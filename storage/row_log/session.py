@@ -218,8 +218,8 @@ class Session:
         scan, process = object(), os.getpid()
         with self.reading(), self.lock:
             writer, reader = self.writer, self.reader
-            if writer is not None:
-                writer.compactor.holds.add(scan)
+            if writer is not None and not self.forked:
+                writer.hold(scan)
             if reader is not None:
                 reader.hold()
         try:

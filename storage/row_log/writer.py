@@ -168,6 +168,12 @@ class Writer:
         for _ in range(2):  # what is dead at the first state is deleted by the second one at the latest
             self._make_state(self.state.note)
 
+    def hold(self, scan: object) -> None:
+        """Move no rows until `end_scan`; segments have their last numbers from now on, by which a scan knows them."""
+        self.compactor.holds.add(scan)
+        for group in self._of.groups:
+            group.seal_moving(self._of.store, self.committer.take_number)
+
     def end_scan(self, scan: object) -> None:
         """A scan is over, for which compaction may have waited."""
         self.compactor.holds.discard(scan)

@@ -325,3 +325,16 @@ def test_little_waits_for_moved_rows_to_fill_a_segment(tmp_path: Path) -> None:
     assert group.moving is None
     assert not victim.is_there
     store.close()
+
+
+def test_a_scan_finds_rows_whose_segment_is_sealed_meanwhile(tmp_path: Path) -> None:
+    """The segment gets its number then, and the scan knows segments by their numbers."""
+    store, table, rows = half_dead(tmp_path / "s")
+    compactor = store._session.writer.compactor  # type: ignore[union-attr]
+    compactor._move(compactor._victims(store._session.state.epoch, 1)[0])
+    scan = store.scan(table.group)
+    found = [next(scan)]
+    store.flush(b"a state, with which little waits for the segment to be full")
+    found += scan
+    assert sum(len(some) for some, _ in found) == len(rows)
+    store.close()
