@@ -6,9 +6,9 @@ Rows of 128 bytes (8 M) and of 516 bytes (2 M; figures with the suffix `_wide`),
   same ids from the two baselines (`benchmarks.store_sides` says how those are set up, and why so). Every row of
   every side is read once before, which also proves that all sides give the same bytes. One thread asks; a get divides
   a batch among the processors, as it does by default, the baselines do not. `get_one_thread_ns` is without that.
-- **Cold reads.** The page cache of the file is dropped, one thread asks for a batch and reads it alone: distinct 4 KiB pages a second that
-  hold its rows, beside fio's random reads of the same file at depth 32. null where the cache cannot be dropped or fio
-  is missing.
+- **Cold reads.** The page cache of the file is dropped, one thread asks for a batch and reads it alone: distinct 4 KiB
+  pages a second that hold its rows, beside fio's random reads of the same file at depth 32. null where the cache
+  cannot be dropped or fio is missing.
 - **Updates.** 65,536 random rows a batch, committed. `write_amplification` is what the process had written for each
   byte put, before compaction: the bytes of its write calls, which is what reaches the device when all is synced.
 - **Updates with upkeep.** What an update leaves behind is paid for later: superseded rows here, tables to be merged
