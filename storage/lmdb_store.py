@@ -216,9 +216,9 @@ class LmdbStore:
         Compaction waits for a scan, which waits for nobody: what would bring in work for it ends the scan.
         """
         which = (-1 if table is None else table, first_id, last_id)
-        with self._session.scanning():
+        with self._session.scanning() as version:
             with self._session.reading(), self._session.lock:
-                rows, version = self._group(group), self._session.version
+                rows = self._group(group)
                 slots = rows.segments.slots()
                 numbers = rows.segments.lines[slots, NUMBER]
             for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True):

@@ -45,6 +45,8 @@ from tiered_emb.workers import WorkerPool
 
 _LEAST_BUFFER_BYTES = 1 << 14  # a Store's write buffer is a sixteenth of the host budget, within these
 _MOST_BUFFER_BYTES = 1 << 24
+_SEGMENT_BYTES = 1 << 18
+_AMPLE_BYTES = 1 << 36  # of a host budget from which on segments may be as large as suits the Store
 _LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored
 _ENGINES: dict[str | int, Engine] = {}
 
@@ -212,10 +214,11 @@ class Engine:
         """What our Store will take for so many new groups: its write buffer, or segments of each group beyond it."""
         if not isinstance(self.store, LmdbStore):
             return 0
-        compacts = self.store.config.compact_bytes_per_s != 0
-        more = 4 if compacts and not self.groups else 0  # that compaction fills and commits
-        segments = (3 * (len(self.groups) + new) + more) * self.store.config.filled_bytes * 5 // 4
-        return max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
+        sizes = self.store.config
+        first = sizes.compact_bytes_per_s != 0 and not self.groups
+        compaction = sizes.write_buffer_bytes * 5 // 8 if first else 0  # what it fills and commits
+        segments = 3 * (len(self.groups) + new) * sizes.filled_bytes * 5 // 4
+        return compaction + max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
 
     def _share(self, schema: RowSchema) -> float:
         return self._shares[schema] / sum(self._shares.values())
@@ -381,7 +384,8 @@ def _open_store(config: TierConfig) -> tuple[Store, bool]:
     if not isinstance(config.store, str | os.PathLike):
         return config.store, False
     buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
-    segment = None if buffer == _MOST_BUFFER_BYTES else max(_LEAST_BUFFER_BYTES // 2, buffer // 32)
+    small = max(_LEAST_BUFFER_BYTES // 2, min(_SEGMENT_BYTES, buffer // 32))  # every group fills some of its own
+    segment = None if config.ddr_budget_bytes >= _AMPLE_BYTES else small
     rate = 0 if buffer == _LEAST_BUFFER_BYTES else None  # a tiny budget has no room for compaction's buffers
     sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer, compact_bytes_per_s=rate)
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True

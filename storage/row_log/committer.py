@@ -6,8 +6,9 @@ or by a later one, once no reader in this process can still be in it. A state th
 whatever transaction was the last one that reached the disk, opening finds that state. With durability "commit" the
 committer makes a state of its own when dead segments wait for one; it keeps the note of the last flush.
 
-Numbers: segments are numbered as they are opened, one counter a store. A row's epoch is the number of the segment it
-was first written in, so epochs order all changes of a store; a state's epoch is the last number given out.
+Numbers: segments are numbered as they are opened, those of moved rows as they are sealed, one counter a store. A row's
+epoch is the number of the segment it was first written in, so epochs order all changes of a store; a state's epoch is
+the last number given out.
 
 `commit` runs in the maintenance thread alone. It takes the store's lock to collect what it commits and to publish it,
 and not while the disk is at work.
@@ -35,7 +36,7 @@ from storage.row_log.state import State
 from storage.row_log.write_buffer import WriteBuffer
 
 _DEAD_BYTES = 4 << 20  # for which a store with durability "commit" makes a state of its own
-_MOVED_SHARE = 1 / 64  # of the file that may wait for a segment of moved rows to be full
+_MOVED_SHARE = 1 / 64  # of a group that may wait for a segment of moved rows to be full
 _GRACE_S = 1.0  # for which readers find what is dead, unless it takes more than this share of the file
 _GRACE_SHARE = 16
 

@@ -21,8 +21,9 @@ is one tombstone for every `_ROWS_A_TOMBSTONE` rows.
 
 A row whose bytes are damaged stays where it is, and its segment with it, so that the damage is found under its id.
 
-Runs in the maintenance thread; takes the store's lock for a few thousand rows at a time. What it has moved waits for
-the next commit; it has one made (`row_log.committer`) when as many segments wait as its memory allows for.
+Runs in the maintenance thread; takes the store's lock for a few thousand rows at a time. What it has moved waits until
+a segment is full, and then for the next commit; it has one made (`row_log.committer`) when as many segments wait as
+its memory allows for.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class Compactor:
         owners = np.repeat(np.arange(len(slots)), [len(some) for some in slots])
         best = np.argsort(-np.concatenate(scores), kind="stable")[:most]
         found = [(self._of.groups[owners[at]], int(np.concatenate(slots)[at])) for at in best]
-        return [Victim(group, slot, int(group.segments.lines[slot, NUMBER])) for group, slot in found]
+        victims = [Victim(group, slot, int(group.segments.lines[slot, NUMBER])) for group, slot in found]
+        return sorted(victims, key=lambda one: (one.group.moving is None, one.group.group))  # one segment is open
 
     def _scores(self, group: GroupRows, epoch: int, every: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Slots of a group's segments that may be moved, and what that is worth."""
@@ -206,6 +208,8 @@ class Compactor:
             for victim in victims:
                 if not self._afford():
                     return _PAUSE_S
+                if self.holds:
+                    return None
                 self._move(victim)
         return _BREATH_S
 
@@ -277,8 +281,8 @@ class Compactor:
                 if self.holds or not victim.is_there:
                     return
                 at = self._reached[key] = self._move_block(victim, at, damaged, hashes, needed)
-                sealed = sum(buffer.moved for buffer, _ in victim.group.sealed)
-            full = sealed >= self._most_sealed(victim.group)
+                sealed = sum(one.bytes for group in self._of.groups for one, _ in group.sealed if one.moved)
+            full = sealed >= self._most_sealed(victim.group) * self._buffer_bytes(victim.group)
             self._of.lock.give_way()
             if full:
                 self._committer.commit()
@@ -312,7 +316,6 @@ class Compactor:
     ) -> int:
         group, slot = victim.group, victim.slot
         buffer = group.moving or self._open(group)
-        group.moved_from.add(slot)
         lines = group.segments.lines
         before = int(lines[buffer.slot, COUNT]) & 0xFFFFFFFF
         stop = min(start + _BLOCK_ROWS, len(damaged))
@@ -332,6 +335,8 @@ class Compactor:
             needed,
         )
         moved = (int(lines[buffer.slot, COUNT]) & 0xFFFFFFFF) - before
+        if moved:
+            group.moved_from.add(slot)
         self.rows_moved += moved
         self.bytes_moved += moved * group.stride
         self._allowance -= moved * group.stride

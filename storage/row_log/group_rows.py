@@ -7,16 +7,15 @@ commit fails, sealed segments simply stay.
 
 Everything here is guarded by the store's lock, which `get`, `append` and `bury` take block by block, and hold only
 while the index is read or changed: rows are copied out without it, except by a scan, which holds it for a block of
-rows. Places stay good meanwhile since whoever reads
-holds a pin (`row_log.pins`), and a line of the segment table changes by whole words, each of which leads to the same
-bytes. This class calls no LMDB and decides nothing about when to commit: the writer hands it buffers, takes sealed
-segments and tells it where they were put.
+rows. Places stay good meanwhile since whoever reads holds a pin (`row_log.pins`), and a line of the segment table
+changes by whole words, each of which leads to the same bytes. This class calls no LMDB and decides nothing about when
+to commit: the writer hands it buffers, takes sealed segments and tells it where they were put.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,7 +127,7 @@ class GroupRows:
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         places = np.empty(len(ids), np.uint64)
 
-        def read_block(first: int) -> None:
+        def read_block(first: int, errors: Sequence[BaseException]) -> None:
             part = slice(first, first + BLOCK_ROWS)
             segments = self._find(tables[part], ids[part], places[part])
             faults = self._pages.before_rows(segments.lines, self._stride, places[part])
@@ -296,7 +295,7 @@ class GroupRows:
 
     @property
     def moved_share(self) -> float:
-        """The share of the file that segments take of which rows are being moved."""
+        """The share of the group's bytes that segments take of which rows are being moved."""
         sizes = self.segment_bytes()
         return float(sizes[list(self.moved_from)].sum() / max(1, sizes.sum()))
 
@@ -345,6 +344,8 @@ class GroupRows:
         That is for a state which comes with all sealed segments: rows may have been moved to them.
         """
         lines, slots = self.segments.lines, self.segments.slots()
+        if self.moving is not None:  # what it holds is as old as what it was moved from, which is kept
+            slots = slots[slots != self.moving.slot]
         kept = np.fromiter(self.dying | self.moved_from | self.slots_in_memory(), np.int64)
         idle = slots[(lines[slots, LIVE] == 0) & ~np.isin(slots, kept)]
         hiding = lines[idle, COUNT] >> 32 != 0

@@ -75,7 +75,7 @@ def _read_node(at: Any, key_bytes: Any, page_bytes: Any) -> Any:
     node = at - _NODE_BYTES
     size = np.int64(load16(node) | load16(node + np.uint64(2)) << np.uint64(16))
     is_large = load16(node + np.uint64(4)) & _BIG_DATA and np.int64(load16(node + np.uint64(6))) == key_bytes
-    page = np.int64(load64(at + np.uint64(key_bytes)))
+    page = np.int64(load64(at + np.uint64(key_bytes))) if is_large else np.int64(0)
     leaf = np.int64(at) - np.int64(at) % page_bytes
     first = leaf - np.int64(load64(np.uint64(leaf))) * page_bytes
     return first, page, size if is_large else -1

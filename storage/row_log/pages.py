@@ -104,7 +104,7 @@ class PageAdvisor:
         if _major_faults() - faults > _FAULTS_TOLERATED:
             self._wary = 4
         elif self._wary:
-            self._wary -= 1
+            self._wary = max(0, self._wary - 1)
 
 
 def _major_faults() -> int:

@@ -17,7 +17,7 @@ Owned by the store's lock. After an error of `replay_log` groups are empty, afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,13 @@ def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, 
         for group in groups:
             group.forget()
         raise
-    for group in groups:
-        fill_index(group, last_epoch)
+    try:
+        for group in groups:
+            fill_index(group, last_epoch)
+    except BaseException:
+        for group in groups:
+            group.forget()
+        raise
     return later
 
 
@@ -134,8 +139,10 @@ def replay_slots(group: GroupRows, slots: NDArray[np.int64], last_epoch: int, kn
     part_bits = np.uint64((len(index.table) // parts).bit_length() - 1)
     live = np.zeros((parts, len(lines)), np.int64)
 
-    def replay_part(part: int) -> None:
+    def replay_part(part: int, errors: Sequence[BaseException]) -> None:
         for slot in slots.tolist():
+            if errors:
+                return
             at, status = 0, SHARD_FULL
             while status == SHARD_FULL:
                 at, status, shard = replay(

@@ -213,17 +213,18 @@ class Session:
                     self.lock.notify_all()
 
     @contextmanager
-    def scanning(self) -> Iterator[None]:
-        """Keep rows from moving: compaction waits, a reader stays at one commit."""
+    def scanning(self) -> Iterator[int]:
+        """Keep rows from moving: compaction waits, a reader stays at one commit; the version that is kept."""
         scan, process = object(), os.getpid()
         with self.reading(), self.lock:
-            writer, reader = self.writer, self.reader
-            if writer is not None and not self.forked:
+            writer, reader = None if self.forked else self.writer, self.reader
+            version = self.version
+            if writer is not None:
                 writer.hold(scan)
             if reader is not None:
                 reader.hold()
         try:
-            yield
+            yield version
         finally:
             if os.getpid() == process:  # a child inherits scans and holds nothing with them
                 with self.lock:

@@ -191,8 +191,10 @@ class Writer:
         try:
             for group in self._of.groups:
                 group.seal(self._of.store)
+            wanted = self._failure is None or self.unwritten  # moved rows are on disk where they were
+            for group in self._of.groups:
                 group.seal_moving(self._of.store, self.committer.take_number)
-            if self._failure is None or self.unwritten:
+            if wanted:
                 self.flush(None)
         except BaseException:
             self.compactor.holds.discard(self)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
 import pytest
 
-from storage import CorruptRowError, LmdbStore, RowIds, StoreConfig, TableRef
+from storage import CorruptRowError, LmdbStore, RowIds, StoreChangedError, StoreConfig, TableRef
 from storage.row_log import committer
 from storage.row_log.places import COUNT, LIVE, MAX_SEGMENT_ROWS, NUMBER, ROWS
 from storage.testing import Rows, check_equal, contents, read, schema_of
@@ -104,6 +107,10 @@ class TestSpace:
                 put(store, table, np.arange(0, 6000, 5), step)
                 store.flush()
             segment = config.filled_bytes
+            for _ in range(1000):  # it lets puts go first
+                if store.stats().bytes_moved:
+                    break
+                time.sleep(0.01)
             assert 0 < store.stats().bytes_moved <= 2 * segment, "one segment at a time, and then it must wait"
 
 
@@ -337,4 +344,53 @@ def test_a_scan_finds_rows_whose_segment_is_sealed_meanwhile(tmp_path: Path) -> 
     store.flush(b"a state, with which little waits for the segment to be full")
     found += scan
     assert sum(len(some) for some, _ in found) == len(rows)
+    store.close()
+
+
+def test_a_put_between_the_hold_of_a_scan_and_its_first_look_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its hold rows would move from segments it has not seen to one that it does not know."""
+    store, table, _ = half_dead(tmp_path / "s")
+    session = store._session
+    group, compactor = session.groups[0], session.writer.compactor  # type: ignore[union-attr]
+    scanning = session.scanning
+
+    @contextmanager
+    def overtaken() -> Iterator[int]:
+        with scanning() as version:
+            put(store, table, np.arange(7000, 7010), 3)
+            for victim in compactor._victims(session.state.epoch, 3):
+                compactor._move(victim)
+            group.seal_moving(compactor._of.store, compactor._committer.take_number)
+            yield version
+
+    monkeypatch.setattr(session, "scanning", overtaken)
+    with pytest.raises(StoreChangedError):
+        list(store.scan(table.group))
+    store.close()
+
+
+def test_tombstones_go_although_rows_are_being_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer, "_MOVED_SHARE", 1)
+    store = LmdbStore(tmp_path / "s", config=OFF)
+    table = store.open_table("t", schema_of(8))
+    put(store, table, np.arange(5000), 1)
+    store.flush()
+    store.delete(RowIds.of(table, np.arange(5000)))
+    store.flush()
+    kept = put(store, table, np.arange(6000, 8000), 2)
+    store.flush()
+    put(store, table, np.arange(6000, 7990), 3)
+    store.flush()
+    compactor = store._session.writer.compactor  # type: ignore[union-attr]
+    group = store._session.groups[0]
+    compactor._move(compactor._victims(store._session.state.epoch, 1)[0])
+    assert group.moving is not None
+    for note in (b"1", b"2", b"3"):
+        store.flush(note)
+    lines = group.segments.lines
+    assert group.moving is not None
+    assert (lines[:, COUNT] >> 32).sum() == 0
+    assert store.stats().rows == len(kept)
     store.close()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
+import time
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +28,7 @@ def test_each_block_is_worked_on_once_by_so_many_threads_at_most(threads: int) -
     met, seen = threading.Barrier(min(threads, 5)), []
     ids = set()
 
-    def work(start: int) -> None:
+    def work(start: int, errors: Sequence[BaseException]) -> None:
         ids.add(threading.get_ident())
         if start < 10 * min(threads, 5):
             met.wait(10)  # fails unless all of them come
@@ -37,7 +42,7 @@ def test_each_block_is_worked_on_once_by_so_many_threads_at_most(threads: int) -
 def test_an_error_ends_it_and_is_raised_when_no_thread_works_any_more() -> None:
     running = set()
 
-    def work(start: int) -> None:
+    def work(start: int, errors: Sequence[BaseException]) -> None:
         running.add(start)
         if start == 3:
             raise CorruptRowError(1, 2, "a test")
@@ -48,13 +53,61 @@ def test_an_error_ends_it_and_is_raised_when_no_thread_works_any_more() -> None:
     assert running == {3}
 
 
+@pytest.mark.parametrize("when", ["starting", "waiting"])
+def test_an_interrupt_is_raised_when_no_thread_works_any_more(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Whoever asked lets go of what the helper reads."""
+    main, begin, running, done = threading.get_ident(), threading.Thread.start, threading.Event(), threading.Event()
+
+    def interrupted(self: threading.Thread) -> None:
+        begin(self)
+        running.wait(10)
+        raise KeyboardInterrupt
+
+    def work(start: int, errors: Sequence[BaseException]) -> None:
+        if threading.get_ident() == main:
+            running.wait(10)
+            return
+        running.set()
+        time.sleep(0.1)
+        if when == "waiting":
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.1)
+        done.set()
+
+    if when == "starting":
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for_each_block(work, range(2), 2)
+    assert done.is_set()
+
+
+def test_what_failed_holds_nothing_until_the_next_collection() -> None:
+    class Kept:
+        pass
+
+    kept = Kept()
+    gone = weakref.ref(kept)
+
+    def work(start: int, errors: Sequence[BaseException], kept: Kept = kept) -> None:
+        raise CorruptRowError(1, 2, "a test")
+
+    gc.disable()
+    try:
+        with pytest.raises(CorruptRowError):
+            for_each_block(work, range(3), 2)
+        del work, kept
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_without_threads_to_be_had_the_caller_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
     seen: list[int] = []
-    for_each_block(seen.append, range(9), 3)
+    for_each_block(lambda start, errors: seen.append(start), range(9), 3)
     assert seen == list(range(9))
 
 
