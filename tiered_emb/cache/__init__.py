@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from tiered_emb.cache.arrays import ArrayPolicy
 from tiered_emb.cache.directory import Admission, Directory, Evicted
-from tiered_emb.cache.policy import POLICIES, Policy
+from tiered_emb.cache.policy import LABORATORY_ONLY, POLICIES, refusal
 
-__all__ = ["POLICIES", "Admission", "Directory", "Evicted", "Policy"]
+__all__ = ["LABORATORY_ONLY", "POLICIES", "Admission", "ArrayPolicy", "Directory", "Evicted", "refusal"]

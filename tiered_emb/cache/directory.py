@@ -29,21 +29,25 @@ It does not know whether a row is dirty, where its bytes are, or what a tier bel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage.memory import zeros
 from tiered_emb.cache import probing
-from tiered_emb.cache.policy import POLICIES
+from tiered_emb.cache.arrays import ArrayPolicy, Arrays, resized
+from tiered_emb.cache.owners import Owners, check_shares
+from tiered_emb.cache.policy import POLICIES, refusal
+from tiered_emb.cache.replay import replay
+from tiered_emb.cache.verbs import Guard
 
+_POLICY = "policy."  # in front of the names of its arrays, where they are saved
 _SLOT_BYTES = 8 + 4 + 2  # id, table, pins
 _LEDGER_BYTES = 32
 MAX_CAPACITY_ROWS = 2**31 - 2  # int32 slots, and node numbers one above them
-
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +74,42 @@ class Admission:
 
 
 class Directory:
-    """The rows of a tier of `capacity_rows` slots, with the eviction order of `policy` (a name in `POLICIES`).
+    """The rows of a tier of `capacity_rows` slots, with the eviction order of `policy`.
+
+    `policy` is a name in `POLICIES`, or a policy of this many slots, which is the Directory's from then on: one that a
+    name does not make, such as Belady with its trace.
 
     Attributes: `capacity_rows`; `slot_tables` u32 (S,) and `slot_ids` i64 (S,), the name of the row in each occupied
     slot (what they say of a free slot means nothing). Read them, never write them; `resize` replaces them.
 
-    Raises ValueError for an unknown policy or a capacity that is not between 1 and 2^31 - 2.
+    `min_rows` and `max_rows` are floors and quotas, by table number: see `tiered_emb.cache.owners`.
+
+    Raises ValueError for an unknown policy, one of another capacity, a capacity that is not between 1 and 2^31 - 2, and
+    floors and quotas that cannot be kept.
     """
 
-    def __init__(self, capacity_rows: int, policy: str = "lru") -> None:
+    def __init__(
+        self,
+        capacity_rows: int,
+        policy: str | ArrayPolicy[Any] = "lru",
+        *,
+        min_rows: Mapping[int, int] | None = None,
+        max_rows: Mapping[int, int] | None = None,
+    ) -> None:
         _check_capacity(capacity_rows)
-        if policy not in POLICIES:
-            raise ValueError(f"unknown cache policy {policy!r}: choose one of {', '.join(sorted(POLICIES))}")
         self.capacity_rows = capacity_rows
-        self.policy_name = policy
-        self._policy = POLICIES[policy](capacity_rows)
+        self.policy_name = policy if isinstance(policy, str) else type(policy).__name__.lower()
+        self._policy = _policy_of(policy, capacity_rows)
         self._pins = zeros(capacity_rows, np.uint16)
+        self._guard = Guard.of_pins(self._pins)
         self.slot_tables = zeros(capacity_rows, np.uint32)
         self.slot_ids = zeros(capacity_rows, np.int64)
         self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
         self._ledger = np.array([0, 0, probing.NO_SLOT, 0], np.int64)
         self._victims = _victim_buffers(0)
+        self._codes = np.zeros(capacity_rows * self._policy.has_ghosts, np.int8)
+        self._shares = dict(min_rows or {}), dict(max_rows or {})
+        self._owners = Owners(capacity_rows, *self._shares) if any(self._shares) else None
 
     @property
     def rows(self) -> int:
@@ -119,6 +138,14 @@ class Directory:
         assert len(slots) == len(counts)
         self._policy.touch(slots, counts)
 
+    def foresee(self, slots: NDArray[np.int32], batch: int) -> None:
+        """Tell the policy that batch number `batch` (1 or more) will need the rows in `slots` (N,)."""
+        self._policy.foresee(slots, batch)
+
+    def advance(self, batch: int) -> None:
+        """Tell the policy that it is the turn of batch number `batch`."""
+        self._policy.advance(batch)
+
     def pin(self, slots: NDArray[np.int32]) -> None:
         """Add one pin to each slot (N,), which must hold a row. A slot given twice gets two pins."""
         done = probing.pin_slots(self._pins, self._ledger, slots)
@@ -145,7 +172,7 @@ class Directory:
 
         Requires: the rows are distinct and absent. `counts` (N,) says how often each was requested. New rows have no
         pin.
-        Raises ValueError, with nothing changed, when N is above `room()`.
+        Raises ValueError, with nothing changed, when N is above `room()`, or floors keep too many of the others.
         """
         n = len(ids)
         assert n == len(tables) == len(counts) == len(slots)
@@ -153,12 +180,40 @@ class Directory:
             raise ValueError(
                 f"{n} rows cannot be admitted: {self.room()} of {self.capacity_rows} slots are without a pin"
             )
-        evicted = self._evict(max(0, n - (self.capacity_rows - self.rows)))
-        probing.place_rows(
-            self._buckets, self.slot_tables, self.slot_ids, self._ledger, evicted.slots, tables, ids, slots
-        )
-        self._policy.insert(slots, counts)
+        evicted = self._make_room(tables, ids) if self._owners is None else self._make_room_within(tables, ids)
+        used = evicted.slots[: max(0, n - (self.capacity_rows - self.rows))]
+        probing.place_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, used, tables, ids, slots)
+        if len(used) < len(evicted.slots):  # of a table at its quota
+            probing.free_slots(self.slot_ids, self._ledger, evicted.slots[len(used) :])
+        self._policy.insert(slots, tables, ids, counts, self._codes[:n])
+        if self._owners is not None:
+            self._owners.enter(slots, self._owners.of(tables))
         return Admission(slots, len(evicted.slots), evicted.slots, evicted.tables, evicted.ids)
+
+    def replay(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], missed: NDArray[np.bool_]) -> int:
+        """Request rows (N,) one after the other, each admitted if it is absent; returns how many were.
+
+        As `find`, `touch` and `admit` of one row at a time, in one kernel. No slot may have a pin.
+
+        Args:
+            missed: (N,), written: which were absent.
+        """
+        assert self.pinned_rows == 0 and self._owners is None, "requests one at a time know no pins, floors and quotas"
+        done = 0
+        while True:
+            done = int(self._replay_from(tables, ids, missed, done))
+            if done == len(ids):
+                return int(np.count_nonzero(missed))
+            self._policy.grow()
+
+    def _replay_from(
+        self, tables: NDArray[np.uint32], ids: NDArray[np.int64], missed: NDArray[np.bool_], start: int
+    ) -> int:
+        names = self.slot_tables, self.slot_ids
+        done: int = replay(
+            self._buckets, *names, self._ledger, self._policy.state, self._guard, tables, ids, missed, start
+        )
+        return done
 
     def remove(self, slots: NDArray[np.int32]) -> None:
         """Free slots (N,), distinct, each with a row and without a pin."""
@@ -168,6 +223,8 @@ class Directory:
         gone = self._take_out(slots)
         self._policy.remove(gone.slots)
         probing.free_slots(self.slot_ids, self._ledger, gone.slots)
+        if self._owners is not None:
+            self._owners.leave(gone.slots)
 
     def resize(self, capacity_rows: int) -> Evicted:
         """Change the number of slots; rows in slots at or above the new capacity leave, the others keep their slots.
@@ -175,6 +232,7 @@ class Directory:
         Raises ValueError, with nothing changed, when a row that would have to leave is pinned.
         """
         _check_capacity(capacity_rows)
+        check_shares(capacity_rows, *self._shares)
         pinned = np.count_nonzero(self._pins[capacity_rows:])
         if pinned:
             raise ValueError(
@@ -185,6 +243,9 @@ class Directory:
         gone = Evicted(leaving, self.slot_tables[leaving], self.slot_ids[leaving])
         self._policy.remove(leaving)
         self._policy.resize(capacity_rows)
+        if self._owners is not None:
+            self._owners.leave(leaving)
+            self._owners.resize(capacity_rows, self.capacity_rows)
         self._move_to(capacity_rows, occupied[: len(occupied) - len(leaving)])
         return gone
 
@@ -194,9 +255,38 @@ class Directory:
         probing.list_occupied(self._buckets, zeros(self.capacity_rows, np.bool_), slots)
         return slots
 
+    def save(self) -> Arrays:
+        """What `load` needs to go on from here, by name: the rows, and what the policy knows of them."""
+        occupied = self.occupied()
+        free = zeros(int(self._ledger[probing.FRESH]) - self.rows, np.int32)
+        probing.list_free(self.slot_ids, self._ledger, free)
+        rows = {"slots": occupied, "tables": self.slot_tables[occupied], "ids": self.slot_ids[occupied], "free": free}
+        return rows | {_POLICY + name: array for name, array in self._policy.save().items()}
+
+    def load(self, saved: Arrays) -> None:
+        """Hold the rows that another Directory of this capacity and policy held when it was saved, with no pins.
+
+        It goes on with the same victims. Rows get the slots that they had, new ones those that they would have got.
+
+        Raises ValueError, with nothing changed, for what `save` did not give for this capacity and policy.
+        """
+        slots, tables, ids, free = _saved_rows(saved, self.capacity_rows)
+        self._policy.load({name[len(_POLICY) :]: array for name, array in saved.items() if name.startswith(_POLICY)})
+        self._forget()
+        if self._owners is not None:
+            self._owners.enter(slots, self._owners.of(tables))
+        self.slot_tables[slots], self.slot_ids[slots] = tables, ids
+        probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, slots)
+        probing.chain_free(self.slot_ids, self._ledger, free, len(slots) + len(free))
+
     def clear(self) -> None:
         """Forget every row and every pin."""
         self._policy.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._owners is not None:
+            self._owners.clear()
         self._pins[:] = 0
         self._buckets[:] = 0
         self._ledger[:] = (0, 0, probing.NO_SLOT, 0)
@@ -205,14 +295,15 @@ class Directory:
     def memory_bytes(self) -> int:
         """Host memory held now, the victims' buffers (16 bytes a row of the largest eviction) included."""
         own = (self._pins, self.slot_tables, self.slot_ids, self._buckets, self._ledger)
-        buffers = (self._victims.slots, self._victims.tables, self._victims.ids)
-        return sum(array.nbytes for array in (*own, *buffers)) + self._policy.memory_bytes
+        owners = 0 if self._owners is None else self._owners.memory_bytes
+        buffers = (self._victims.slots, self._victims.tables, self._victims.ids, self._codes)
+        return sum(array.nbytes for array in (*own, *buffers)) + self._policy.memory_bytes + owners
 
     @staticmethod
     def bytes_for(capacity_rows: int, policy: str = "lru") -> int:
         """Most bytes a Directory of this capacity holds, its victims' buffers (16 bytes a row of a batch) left out."""
         kind = POLICIES[policy]
-        slots = capacity_rows * (_SLOT_BYTES + kind.bytes_per_slot)
+        slots = capacity_rows * (_SLOT_BYTES + kind.bytes_per_slot + kind.has_ghosts)
         return slots + 8 * _bucket_count(capacity_rows) + _LEDGER_BYTES + kind.reserve_bytes(capacity_rows)
 
     @staticmethod
@@ -227,15 +318,36 @@ class Directory:
                 too_many = middle
         return fits
 
-    def _evict(self, n: int) -> Evicted:
-        """Take the policy's n victims out of order and table; their slots belong to the caller."""
-        if n > len(self._victims.slots):
-            self._victims = _victim_buffers(max(n, 2 * len(self._victims.slots)))
-        slots = self._victims.slots[:n]
-        if n:
-            chosen = self._policy.victims(n, self._pins, slots)
-            assert chosen == n, f"policy {self.policy_name} gave {chosen} victims of {n}"
+    def _make_room(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Evicted:
+        """Take the policy's victims for rows (N,) out of order and table; their slots belong to the caller."""
+        free = self.capacity_rows - self.rows
+        slots = self._buffer_for(max(0, len(ids) - free))
+        chosen = self._policy.make_room(self._guard, tables, ids, free, self._codes[: len(ids)], slots)
+        assert chosen == len(slots), f"policy {self.policy_name} gave {chosen} victims of {len(slots)}"
         return self._take_out(slots)
+
+    def _make_room_within(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Evicted:
+        """The same within floors and quotas: tables at their quota give up rows of their own first."""
+        assert self._owners is not None
+        excess = self._owners.excess(self._owners.of(tables))
+        others = max(0, len(ids) - (self.capacity_rows - self.rows) - int(excess.sum()))
+        self._owners.check_room(excess, others, self._pins, self.pinned_rows)
+        slots, codes = self._buffer_for(int(excess.sum()) + others), self._codes[: len(ids)]
+        self._policy.miss(tables, ids, codes)
+        chosen = 0
+        for owner in np.flatnonzero(excess).tolist():
+            part = slots[chosen : chosen + int(excess[owner])]
+            chosen += self._policy.take(self._owners.guard(self._pins, owner), codes, part)
+        chosen += self._policy.take(self._owners.guard(self._pins), codes, slots[chosen:])
+        assert chosen == len(slots), f"policy {self.policy_name} gave {chosen} victims of {len(slots)}"
+        self._owners.leave(slots, counted=True)
+        return self._take_out(slots)
+
+    def _buffer_for(self, victims: int) -> NDArray[np.int32]:
+        """Where so many victims go."""
+        if victims > len(self._victims.slots):
+            self._victims = _victim_buffers(max(victims, 2 * len(self._victims.slots)))
+        return self._victims.slots[:victims]
 
     def _take_out(self, slots: NDArray[np.int32]) -> Evicted:
         """Take the rows in `slots` out of the hash table and name them."""
@@ -250,12 +362,25 @@ class Directory:
     def _move_to(self, capacity_rows: int, kept: NDArray[np.int32]) -> None:
         """Rebuild every array for a new capacity around the rows in slots `kept` (ascending)."""
         self._buckets = np.zeros(0, np.uint64)  # let go before the new ones are made: never two tables at once
-        self._pins = _resized(self._pins, capacity_rows)
-        self.slot_tables = _resized(self.slot_tables, capacity_rows)
-        self.slot_ids = _resized(self.slot_ids, capacity_rows)
+        self._pins = resized(self._pins, capacity_rows)
+        self._guard = Guard.of_pins(self._pins)
+        self._codes = np.zeros(capacity_rows * self._policy.has_ghosts, np.int8)
+        self.slot_tables = resized(self.slot_tables, capacity_rows)
+        self.slot_ids = resized(self.slot_ids, capacity_rows)
         self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
         self.capacity_rows = capacity_rows
         probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, kept)
+
+
+def _policy_of(policy: str | ArrayPolicy[Any], capacity_rows: int) -> ArrayPolicy[Any]:
+    """The policy itself, or the one of a name; raises ValueError where there is none of this capacity."""
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"unknown cache policy {policy!r}: {refusal(policy)}")
+        return POLICIES[policy](capacity_rows)
+    if policy.capacity_rows != capacity_rows:
+        raise ValueError(f"a policy of {policy.capacity_rows} slots cannot order a Directory of {capacity_rows}")
+    return policy
 
 
 def _check_capacity(capacity_rows: int) -> None:
@@ -265,6 +390,21 @@ def _check_capacity(capacity_rows: int) -> None:
         )
 
 
+def _saved_rows(
+    saved: Arrays, capacity_rows: int
+) -> tuple[NDArray[np.int32], NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32]]:
+    """The rows of what `Directory.save` gave, and its free slots; raises ValueError for what cannot be that."""
+    missing = {"slots", "tables", "ids", "free"} - set(saved)
+    if missing:
+        raise ValueError(f"a saved Directory has arrays {sorted(missing)} too: this is something else")
+    slots, tables, ids, free = (saved[name] for name in ("slots", "tables", "ids", "free"))
+    used = np.sort(np.concatenate([slots, free]))
+    whole = np.array_equal(used, np.arange(len(used))) and bool((np.diff(slots) > 0).all())
+    if not len(slots) == len(tables) == len(ids) or not whole or len(used) > capacity_rows:
+        raise ValueError(f"{len(slots)} saved slots are not distinct ones of a Directory of {capacity_rows} rows")
+    return slots.astype(np.int32), tables.astype(np.uint32), ids.astype(np.int64), free.astype(np.int32)
+
+
 def _bucket_count(capacity_rows: int) -> int:
     """Buckets of 8 bytes for a load of at most 10/17."""
     return max(8, -(-capacity_rows * 17 // 10))
@@ -272,11 +412,3 @@ def _bucket_count(capacity_rows: int) -> int:
 
 def _victim_buffers(rows: int) -> Evicted:
     return Evicted(np.empty(rows, np.int32), np.empty(rows, np.uint32), np.empty(rows, np.int64))
-
-
-def _resized(array: NDArray[_Scalar], size: int) -> NDArray[_Scalar]:
-    """A copy with `size` elements: cut, or extended by zeros."""
-    result: NDArray[_Scalar] = zeros(size, array.dtype)
-    kept = min(size, len(array))
-    result[:kept] = array[:kept]
-    return result

@@ -17,11 +17,15 @@ Thread: the Directory's owner. It knows nothing of ids, and pins only as an argu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from storage.memory import zeros
+from tiered_emb.cache.arrays import ArrayPolicy, Arrays, resized
+from tiered_emb.cache.verbs import implement, may_leave
 from tiered_emb.prefetch import prefetch_item
 
 _AHEAD = 12
@@ -31,75 +35,64 @@ _FIRST_CLASSES = 64
 _PLANNED_CLASSES = 1 << 16
 
 
-class Lfu:
-    """Least frequently used first, ties by age. Satisfies `tiered_emb.cache.policy.Policy`."""
+class LfuState(NamedTuple):
+    """See the module's docstring.
+
+    Attributes:
+        nodes: int32 (3 (S + 1),).
+        classes: int32 (4 C,).
+        class_counts: int64 (C,).
+        unused: int32 (1,), the first class of the chain of unused ones.
+    """
+
+    nodes: NDArray[np.int32]
+    classes: NDArray[np.int32]
+    class_counts: NDArray[np.int64]
+    unused: NDArray[np.int32]
+
+
+class Lfu(ArrayPolicy[LfuState]):
+    """Least frequently used first, ties by age."""
 
     bytes_per_slot = 12
-
-    def __init__(self, capacity_rows: int) -> None:
-        self._nodes = zeros(3 * (capacity_rows + 1), np.int32)
-        self._classes = np.zeros(0, np.int32)
-        self._class_counts = np.zeros(0, np.int64)
-        self._unused = np.zeros(1, np.int32)
-        self.clear()
+    has_ghosts = False
 
     @staticmethod
     def reserve_bytes(capacity_rows: int) -> int:
         """Bytes beyond `bytes_per_slot` a slot that this policy may come to hold: the list's head and the classes."""
         return 16 + _CLASS_BYTES * max(_FIRST_CLASSES, min(capacity_rows, _PLANNED_CLASSES) + 2)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held now, the pool of classes included."""
-        return self._nodes.nbytes + self._classes.nbytes + self._class_counts.nbytes + self._unused.nbytes
+    def make(self, capacity_rows: int) -> LfuState:
+        """An empty order, with a small pool of classes."""
+        none = np.zeros(0, np.int32)
+        empty = LfuState(zeros(3 * (capacity_rows + 1), np.int32), none, np.zeros(0, np.int64), np.zeros(1, np.int32))
+        return _with_classes(empty, _FIRST_CLASSES)
 
-    def insert(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
-        """Slots that got new rows start at the rows' counts (1 or more), in the order given."""
-        done = 0
-        while done < len(slots):
-            done = _insert(self._nodes, self._classes, self._class_counts, self._unused, slots, counts, done)
-            if done < len(slots):
-                self._grow_pool()
+    def resized(self, capacity_rows: int) -> LfuState:
+        """The same order of fewer or more slots."""
+        return self.state._replace(nodes=resized(self.state.nodes, 3 * (capacity_rows + 1)))
 
-    def touch(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
-        """Raise each slot's count by `counts` (1 or more), as that many single requests would."""
-        done = 0
-        while done < len(slots):
-            done = _raise_counts(self._nodes, self._classes, self._class_counts, self._unused, slots, counts, done)
-            if done < len(slots):
-                self._grow_pool()
-
-    def remove(self, slots: NDArray[np.int32]) -> None:
-        """Forget slots whose rows left by another way than `victims`."""
-        _remove(self._nodes, self._classes, self._unused, slots)
-
-    def victims(self, n: int, pins: NDArray[np.uint16], out: NDArray[np.int32]) -> int:
-        """Take the n least frequent slots without a pin out of the order into out[:n]; returns how many."""
-        return int(_take_least(self._nodes, self._classes, self._unused, n, pins, out))
-
-    def resize(self, capacity_rows: int) -> None:
-        """Change the number of slots; slots at and above it must have been removed."""
-        nodes = zeros(3 * (capacity_rows + 1), np.int32)
-        kept = min(len(nodes), len(self._nodes))
-        nodes[:kept] = self._nodes[:kept]
-        self._nodes = nodes
-
-    def clear(self) -> None:
-        """Forget every slot and every count, and give the pool of classes back."""
-        self._classes = np.zeros(4, np.int32)
-        self._class_counts = np.zeros(1, np.int64)
-        self._unused[0] = 0
-        self._grow_pool()
-
-    def _grow_pool(self) -> None:
+    def grow(self) -> None:
         """Half as many classes again, never more than one a slot, class 0 and one to move into."""
-        old = len(self._class_counts)
-        most = max(_FIRST_CLASSES, len(self._nodes) // 3 + 1)
-        new = min(max(_FIRST_CLASSES, old + old // 2), most)
-        self._classes = np.concatenate([self._classes, np.zeros(4 * (new - old), np.int32)])
-        self._class_counts = np.concatenate([self._class_counts, np.zeros(new - old, np.int64)])
-        self._classes[4 * old + 3 :: 4] = np.append(np.arange(old + 1, new), 0)
-        self._unused[0] = old
+        old = len(self.state.class_counts)
+        most = max(_FIRST_CLASSES, self.capacity_rows + 2)
+        self.state = _with_classes(self.state, min(max(_FIRST_CLASSES, old + old // 2), most))
+
+    def check_saved(self, arrays: Arrays) -> None:
+        """As many nodes as slots; the pool may have grown to any size."""
+        nodes, classes, counts = arrays["nodes"], arrays["classes"], arrays["class_counts"]
+        if nodes.shape != self.state.nodes.shape or len(classes) != 4 * len(counts) or arrays["unused"].shape != (1,):
+            raise ValueError(
+                f"these are {len(nodes) // 3 - 1} slots in {len(counts)} classes, not {self.capacity_rows}"
+            )
+
+
+def _with_classes(state: LfuState, new: int) -> LfuState:
+    """The state with a pool of `new` classes, of which those that are added are unused."""
+    old = max(1, len(state.class_counts))  # class 0 is never used
+    classes, counts = resized(state.classes, 4 * new), resized(state.class_counts, new)
+    classes[4 * old + 3 :: 4] = np.append(np.arange(old + 1, new), 0)
+    return state._replace(classes=classes, class_counts=counts, unused=np.array([old], np.int32))
 
 
 @njit(forceinline=True)
@@ -126,7 +119,7 @@ def _new_class(classes, class_counts, unused, below, count):  # type: ignore[no-
 
 
 @njit(forceinline=True)
-def _drop_class(classes, unused, own):  # type: ignore[no-untyped-def]
+def drop_class(classes, unused, own):  # type: ignore[no-untyped-def]
     """Take an empty class out of the ring."""
     lower, higher = np.int64(classes[4 * own + 2]), np.int64(classes[4 * own + 3])
     classes[4 * lower + 3] = higher
@@ -147,7 +140,7 @@ def _link(nodes, classes, unused, own, older, newer):  # type: ignore[no-untyped
     else:
         classes[4 * own + 1] = older
     if older == 0 and newer == 0:
-        _drop_class(classes, unused, own)
+        drop_class(classes, unused, own)
 
 
 @njit(forceinline=True)
@@ -178,65 +171,66 @@ def _ask_for_neighbours(nodes, slots, i):  # type: ignore[no-untyped-def]
     prefetch_item(nodes, 3 * np.int64(nodes[3 * node + 1]))
 
 
-@njit(nogil=True, cache=True)
-def _insert(nodes, classes, class_counts, unused, slots, counts, first):  # type: ignore[no-untyped-def]
-    """Insert from position `first`; returns the position that found no unused class, or len(slots)."""
-    own = np.int64(0)
-    for i in range(first, len(slots)):
-        if class_counts[own] != counts[i]:  # misses come in runs of equal count: look for the class once a run
-            own = _last_at_most(classes, class_counts, np.int64(0), counts[i])
-            if class_counts[own] != counts[i]:
-                if unused[0] == 0:
-                    return i
-                own = _new_class(classes, class_counts, unused, own, counts[i])
-        _join(nodes, classes, own, np.int64(slots[i]) + 1)
-    return len(slots)
+def _insert(state, slot, table, id, count, code):  # type: ignore[no-untyped-def]
+    nodes, classes, class_counts, unused = state
+    own = _last_at_most(classes, class_counts, np.int64(0), count)
+    if own == 0 or class_counts[own] != count:
+        if unused[0] == 0:
+            return False
+        own = _new_class(classes, class_counts, unused, own, count)
+    _join(nodes, classes, own, slot + 1)
+    return True
 
 
-@njit(nogil=True, cache=True)
-def _raise_counts(nodes, classes, class_counts, unused, slots, counts, first):  # type: ignore[no-untyped-def]
-    """Raise counts from position `first`; returns the position that found no unused class, or len(slots)."""
-    for i in range(first, len(slots)):
-        _ask_for_neighbours(nodes, slots, i)
-        node = np.int64(slots[i]) + 1
-        own = np.int64(nodes[3 * node + 2])
-        goal = class_counts[own] + counts[i]
-        goal_class = _last_at_most(classes, class_counts, own, goal)
-        alone = nodes[3 * node] == 0 and nodes[3 * node + 1] == 0
-        if alone and goal_class == own:
-            class_counts[own] = goal  # nobody to pass and nobody left behind: the class itself moves
-            continue
-        if class_counts[goal_class] != goal:
-            if unused[0] == 0:
-                return i
-            goal_class = _new_class(classes, class_counts, unused, goal_class, goal)
-        _cut(nodes, classes, unused, node)
-        _join(nodes, classes, goal_class, node)
-    return len(slots)
+def _hit(state, slot, count):  # type: ignore[no-untyped-def]
+    nodes, classes, class_counts, unused = state
+    node = slot + 1
+    own = np.int64(nodes[3 * node + 2])
+    goal = class_counts[own] + count
+    goal_class = _last_at_most(classes, class_counts, own, goal)
+    if goal_class == own and nodes[3 * node] == 0 and nodes[3 * node + 1] == 0:
+        class_counts[own] = goal  # nobody to pass and nobody left behind: the class itself moves
+        return True
+    if class_counts[goal_class] != goal:
+        if unused[0] == 0:
+            return False
+        goal_class = _new_class(classes, class_counts, unused, goal_class, goal)
+    _cut(nodes, classes, unused, node)
+    _join(nodes, classes, goal_class, node)
+    return True
 
 
-@njit(nogil=True, cache=True)
-def _remove(nodes, classes, unused, slots):  # type: ignore[no-untyped-def]
-    for i in range(len(slots)):
-        _ask_for_neighbours(nodes, slots, i)
-        _cut(nodes, classes, unused, np.int64(slots[i]) + 1)
+def _remove(state, slot):  # type: ignore[no-untyped-def]
+    _cut(state.nodes, state.classes, state.unused, slot + 1)
 
 
-@njit(nogil=True, cache=True)
-def _take_least(nodes, classes, unused, n, pins, out):  # type: ignore[no-untyped-def]
-    taken, higher = 0, np.int64(classes[3])
-    while taken < n and higher != 0:
-        own, higher = higher, np.int64(classes[4 * higher + 3])
-        kept, node = np.int64(0), np.int64(classes[4 * own])
-        while taken < n and node != 0:  # neighbours are joined once a run of victims, not once a victim
-            newer = np.int64(nodes[3 * node + 1])
-            prefetch_item(nodes, 3 * newer)
-            if pins[node - 1] == 0:
-                out[taken] = node - 1
-                taken += 1
-            else:
-                _link(nodes, classes, unused, own, kept, node)
-                kept = node
-            node = newer
-        _link(nodes, classes, unused, own, kept, node)
-    return taken
+def _ask(state, slots, i):  # type: ignore[no-untyped-def]
+    _ask_for_neighbours(state.nodes, slots, i)
+
+
+def _victim(state, guard, cursor, code):  # type: ignore[no-untyped-def]
+    """The first that may leave; cursor is the class and the node to go on at, -1 behind the last class."""
+    nodes, classes, _, unused = state
+    own, node = cursor[0], cursor[1]
+    if own == 0:
+        own, node = _first_of(classes, np.int64(classes[3]))
+    while own > 0:
+        newer, class_then = np.int64(nodes[3 * node + 1]), own
+        if newer == 0:
+            class_then, newer = _first_of(classes, np.int64(classes[4 * own + 3]))
+        prefetch_item(nodes, 3 * newer)
+        cursor[0], cursor[1] = class_then, newer
+        if may_leave(guard, node - 1):
+            _cut(nodes, classes, unused, node)
+            return node - 1
+        own, node = class_then, newer
+    return np.int64(-1)
+
+
+@njit(forceinline=True)
+def _first_of(classes, own):  # type: ignore[no-untyped-def]
+    """A class and its first node; (-1, 0) for class 0, which closes the ring."""
+    return (own, np.int64(classes[4 * own])) if own != 0 else (np.int64(-1), np.int64(0))
+
+
+implement(LfuState, hit=_hit, insert=_insert, remove=_remove, victim=_victim, ask=_ask)

@@ -41,14 +41,24 @@ _SLOT_BITS = 0xFFFFFFFF
 
 
 @njit(forceinline=True)
-def tag_of(table, id):  # type: ignore[no-untyped-def]
-    """The 32-bit tag of a row, in a uint64."""
+def name_of(table, id):  # type: ignore[no-untyped-def]
+    """A row as 64 mixed bits, its tag the upper half: for what remembers rows that it does not hold.
+
+    Rows of one table never share a name, as the id is mixed by a bijection; two of different tables do for one pair in
+    2^64. Only the upper half is mixed well.
+    """
     x = uint64(id)
     x ^= x >> uint64(27)
     x *= uint64(_MOREMUR_1)
     x ^= x >> uint64(33)
     x *= uint64(_MOREMUR_2)
-    return (x >> uint64(32)) ^ ((uint64(table) * uint64(_SPREAD)) & uint64(_SLOT_BITS))
+    return x ^ ((uint64(table) * uint64(_SPREAD)) << uint64(32))
+
+
+@njit(forceinline=True)
+def tag_of(table, id):  # type: ignore[no-untyped-def]
+    """The 32-bit tag of a row, in a uint64."""
+    return name_of(table, id) >> uint64(32)
 
 
 @njit(forceinline=True)
@@ -58,7 +68,7 @@ def home_of(tag, buckets):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def _ask_for_buckets(buckets, tag, more):  # type: ignore[no-untyped-def]
+def ask_for_buckets(buckets, tag, more):  # type: ignore[no-untyped-def]
     """Prefetch a tag's home and the bucket `more` (at most 8, a line of buckets) after it."""
     home = home_of(tag, buckets)
     prefetch_item(buckets, home)
@@ -121,7 +131,7 @@ def _candidate_from(buckets, tag, bucket, distance):  # type: ignore[no-untyped-
 
 
 @njit(forceinline=True)
-def _probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
+def probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
     """Slot of the row, or NO_SLOT: the complete probe, which goes on past rows that only share the tag."""
     bucket, distance = home_of(tag, buckets), 0
     while True:
@@ -143,7 +153,7 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
     for i in range(n + PROBE_AHEAD + COMPARE_AHEAD):
         if i < n:
             tag = tag_of(tables[i], ids[i])
-            _ask_for_buckets(buckets, tag, 3)
+            ask_for_buckets(buckets, tag, 3)
             slots[i] = np.int32(uint32(tag))
         j = i - PROBE_AHEAD
         if 0 <= j < n:
@@ -155,14 +165,14 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
         k = j - COMPARE_AHEAD
         if 0 <= k < n and slots[k] >= 0:
             if slot_ids[slots[k]] != ids[k]:  # two rows share a tag: one lookup in 2^32 / rows
-                slots[k] = _probe(buckets, slot_ids, tag_of(tables[k], ids[k]), ids[k])
+                slots[k] = probe(buckets, slot_ids, tag_of(tables[k], ids[k]), ids[k])
             if slots[k] >= 0:
                 found += 1
     return found
 
 
 @njit(forceinline=True)
-def _put(buckets, tag, slot):  # type: ignore[no-untyped-def]
+def put(buckets, tag, slot):  # type: ignore[no-untyped-def]
     """Enter a row that is absent; whoever is nearer to home than the newcomer would be moves on in its stead."""
     carried, bucket, distance = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets), 0
     while True:
@@ -181,7 +191,7 @@ def _put(buckets, tag, slot):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def _take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
+def take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
     """Remove the row in `slot`; False when the table does not hold that slot (then nothing changes)."""
     wanted, hole = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets)
     while buckets[hole] != wanted:
@@ -212,7 +222,7 @@ def _ask_for_row(buckets, slot_tables, slot_ids, slots, i):  # type: ignore[no-u
     prefetch_item(slot_ids, later)
     prefetch_item(slot_tables, later)
     soon = slots[min(i + PROBE_AHEAD // 2, len(slots) - 1)]
-    _ask_for_buckets(buckets, tag_of(slot_tables[soon], slot_ids[soon]), 7)
+    ask_for_buckets(buckets, tag_of(slot_tables[soon], slot_ids[soon]), 7)
 
 
 @njit(nogil=True, cache=True)
@@ -222,7 +232,7 @@ def evict_rows(buckets, slot_tables, slot_ids, slots, tables, ids):  # type: ign
         _ask_for_row(buckets, slot_tables, slot_ids, slots, i)
         slot = slots[i]
         tables[i], ids[i] = slot_tables[slot], slot_ids[slot]
-        if not _take_out(buckets, tag_of(tables[i], ids[i]), slot):
+        if not take_out(buckets, tag_of(tables[i], ids[i]), slot):
             return i
     return len(slots)
 
@@ -233,7 +243,7 @@ def place_rows(buckets, slot_tables, slot_ids, ledger, freed, tables, ids, slots
     free, fresh, used = ledger[FREE_HEAD], ledger[FRESH], 0
     for i in range(len(ids)):
         later = min(i + PROBE_AHEAD, len(ids) - 1)
-        _ask_for_buckets(buckets, tag_of(tables[later], ids[later]), 7)
+        ask_for_buckets(buckets, tag_of(tables[later], ids[later]), 7)
         if free != NO_SLOT:
             slot = free
             free = slot_ids[slot]
@@ -244,7 +254,7 @@ def place_rows(buckets, slot_tables, slot_ids, ledger, freed, tables, ids, slots
             slot = np.int64(freed[used])
             used += 1
         slot_tables[slot], slot_ids[slot], slots[i] = tables[i], ids[i], slot
-        _put(buckets, tag_of(tables[i], ids[i]), slot)
+        put(buckets, tag_of(tables[i], ids[i]), slot)
     ledger[FREE_HEAD], ledger[FRESH] = free, fresh
     ledger[ROWS] += len(ids) - len(freed)
 
@@ -272,6 +282,24 @@ def list_occupied(buckets, marks, slots):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def list_free(slot_ids, ledger, slots):  # type: ignore[no-untyped-def]
+    """Write the free slots below the first that was never used, in the order in which they will be."""
+    slot = ledger[FREE_HEAD]
+    for i in range(len(slots)):
+        slots[i] = slot
+        slot = slot_ids[slot]
+
+
+@njit(nogil=True, cache=True)
+def chain_free(slot_ids, ledger, slots, fresh):  # type: ignore[no-untyped-def]
+    """Make slots, which hold no row, the free ones in this order; those from `fresh` on were never used."""
+    ledger[FRESH], ledger[FREE_HEAD] = fresh, NO_SLOT
+    for i in range(len(slots) - 1, -1, -1):
+        slot_ids[slots[i]] = ledger[FREE_HEAD]
+        ledger[FREE_HEAD] = slots[i]
+
+
+@njit(nogil=True, cache=True)
 def enter_rows(buckets, slot_tables, slot_ids, ledger, slots):  # type: ignore[no-untyped-def]
     """Enter the rows that `slots` (ascending) hold into an empty table; the slots between them become free ones."""
     fresh = 0
@@ -279,14 +307,14 @@ def enter_rows(buckets, slot_tables, slot_ids, ledger, slots):  # type: ignore[n
     for i in range(len(slots)):
         if i + PROBE_AHEAD < len(slots):
             later = slots[i + PROBE_AHEAD]
-            _ask_for_buckets(buckets, tag_of(slot_tables[later], slot_ids[later]), 7)
+            ask_for_buckets(buckets, tag_of(slot_tables[later], slot_ids[later]), 7)
         slot = slots[i]
         while fresh < slot:
             slot_ids[fresh] = ledger[FREE_HEAD]
             ledger[FREE_HEAD] = fresh
             fresh += 1
         fresh = slot + 1
-        _put(buckets, tag_of(slot_tables[slot], slot_ids[slot]), slot)
+        put(buckets, tag_of(slot_tables[slot], slot_ids[slot]), slot)
     ledger[FRESH] = fresh
 
 
