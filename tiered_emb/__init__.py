@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         PlanReleasedError,
         TierCapacityError,
         TieredEmbError,
+        TraceError,
+        TraceWriteError,
     )
     from tiered_emb.init import Constant, Normal, Uniform
     from tiered_emb.metrics import EngineStats, TierStats
@@ -51,6 +53,8 @@ __all__ = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
+    "TraceError",
+    "TraceWriteError",
     "Uniform",
 ]
 

@@ -66,12 +66,17 @@ class TierConfig:
         store: where cold rows rest. None keeps them in host memory (outside the budget), a path opens or creates an
             ``LmdbStore`` there (modules naming one path share it and its budget), a ``Store`` is used as it is.
         policy: which rows leave first, by name (``tiered_emb.cache.POLICIES``); both tiers use it.
+        record: a file that is made, into which every look-up that trains records what it asks for, as a trace
+            (:mod:`tiered_emb.trace`); None = no recording. It changes no bit.
+        record_rate: share of the (table, id) pairs that are recorded, with all their requests.
     """
 
     hbm_bytes: int | str = 0
     ddr_bytes: int | str = "1GiB"
     store: str | os.PathLike[str] | Store | None = None
     policy: str = "lru"
+    record: str | os.PathLike[str] | None = None
+    record_rate: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hbm_bytes", parse_bytes(self.hbm_bytes, "hbm_bytes"))
@@ -84,6 +89,19 @@ class TierConfig:
             raise ConfigError(f"policy is {self.policy!r}; expected a name, such as 'lru'")
         if self.hbm_bytes == 0 and self.ddr_bytes == 0:
             raise ConfigError("hbm_bytes and ddr_bytes are both 0: a batch needs a tier to be worked on in")
+        self._check_record()
+
+    def _check_record(self) -> None:
+        if not isinstance(self.record, str | os.PathLike | None) or self.record == "":
+            raise ConfigError(f"record is {self.record!r}; expected the path of a file to make, or None")
+        if self.record is not None:
+            object.__setattr__(self, "record", os.fspath(self.record))
+        rate = self.record_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not 0 < rate <= 1:
+            raise ConfigError(f"record_rate is {rate!r}; expected a share of the ids, above 0 and at most 1")
+        object.__setattr__(self, "record_rate", float(rate))
+        if self.record is None and rate != 1:
+            raise ConfigError(f"record_rate is {rate}, but nothing is recorded; give the file with record")
 
     @property
     def hbm_budget_bytes(self) -> int:

@@ -6,8 +6,11 @@ the HBM tier's directory lies in host memory and counts there too. ``hbm_bytes``
 are hard: before a batch is planned, the engine adds up what it stages and what the Store may grow by, and lowers the
 host tiers' capacity until the sum fits. Groups share a budget by the bytes of one row of each of their tables.
 
+With ``TierConfig(record=...)`` it also holds the trace that look-ups are recorded in, from the first module on to the
+last. A trace that cannot be written stops the look-up that it would lack, and never keeps rows from the Store.
+
 Not covered: a batch's own ids, outputs and gradients, a Store in memory (its rows are the user's choice), rows a full
-disk has refused, and pages of the Store's file that the system caches.
+disk has refused, the buffer of a trace, and pages of the Store's file that the system caches.
 
 One thread at a time, the one that plans.
 """
@@ -20,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from storage.errors import StoreClosedError
@@ -30,7 +34,7 @@ from storage.schema import Column, RowSchema, table_number
 from storage.store import Store, TableRef
 from storage.volatile import VolatileStore
 from tiered_emb.budget import Coming, HostBudget
-from tiered_emb.cache import POLICIES, Directory
+from tiered_emb.cache import POLICIES, Directory, refusal
 from tiered_emb.cache.directory import MAX_CAPACITY_ROWS
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
@@ -41,6 +45,7 @@ from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
 from tiered_emb.tier import Slab, Tier, directory_bytes
+from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
 
 _LEAST_BUFFER_BYTES = 1 << 14  # a Store's write buffer is a sixteenth of the host budget, within these
@@ -60,6 +65,7 @@ class Engine:
         store: the rows at rest.
         groups: by row schema.
         progress: what the Store's note keeps of each table, by number.
+        recorder: the trace that look-ups are recorded in, if they are.
     """
 
     def __init__(self, config: TierConfig, device: torch.device) -> None:
@@ -69,8 +75,11 @@ class Engine:
         self.store, self._owned = _open_store(config)
         self.groups: dict[RowSchema, TableGroup] = {}
         self.tables: dict[str, TableRef] = {}
+        self.recorder: TraceWriter | None = None
         try:
             self.progress: dict[int, Progress] = progress_of(self.store.note)
+            if config.record is not None:
+                self.recorder = TraceWriter(config.record, rate=config.record_rate)
         except BaseException:
             if self._owned:
                 self.store.close()
@@ -86,7 +95,7 @@ class Engine:
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:
         """The engine of ``config.store``: the one that is open already, or a new one."""
         if config.policy not in POLICIES:
-            raise ConfigError(f"policy is {config.policy!r}; expected one of {', '.join(sorted(POLICIES))}")
+            raise ConfigError(f"policy is {config.policy!r}; {refusal(config.policy)}")
         device = _row_device(config, device)
         place = _place(config)
         engine = _ENGINES.get(place) if place is not None else None
@@ -106,12 +115,13 @@ class Engine:
         """A module lets go of its tables; their rows stay. After the last module the engine flushes and closes.
 
         If the Store does not take the rows, its error is raised and the module is still there, rows and all; not so if
-        somebody has closed the Store, which will never take them.
+        somebody has closed the Store, which will never take them. A trace that cannot be written to its end is
+        reported once all else is done: the module is gone then.
         """
         last = self._users == 1
         try:
             if last:
-                self.flush()
+                self._flush_rows()
         except StoreClosedError:
             self._let_go(names)
             raise
@@ -131,8 +141,12 @@ class Engine:
             if self._place is not None:
                 _ENGINES.pop(self._place, None)
             self._workers.close()
-            if self._owned:
-                self.store.close()
+            try:
+                if self._owned:
+                    self.store.close()
+            finally:
+                if self.recorder is not None:
+                    self.recorder.close()
 
     def steps(self, names: Sequence[str]) -> int:
         """Optimizer steps taken by the module of these tables, over all its lives."""
@@ -164,7 +178,7 @@ class Engine:
         """Open ``tables`` in the Store; each one's group and reference, in order.
 
         Raises ConfigError for a table that a module uses already or that has another seed, TierCapacityError if the
-        budgets hold no row of one, and what the Store raises; the engine is as it was then.
+        budgets hold no row of one, TraceWriteError, and what the Store raises; the engine is as it was then.
         """
         for table in tables:
             if table.name in self.tables:
@@ -177,6 +191,8 @@ class Engine:
         before = dict(self._shares)
         try:
             self._share_among(tables, schemas)
+            if self.recorder is not None:
+                self.recorder.add_tables(table.name for table in tables)
             refs = [self.store.open_table(table.name, schema) for table, schema in zip(tables, schemas, strict=True)]
             self._make_groups(refs)
         except BaseException:
@@ -251,8 +267,30 @@ class Engine:
         finally:
             self._budget.settled = False
 
+    @contextmanager
+    def recorded(self, batches: Sequence[IdBatch]) -> Iterator[None]:
+        """Record what one forward asks for, once the block has answered it.
+
+        Raises TraceWriteError before the block, with nothing changed, if the trace has to be written and cannot be.
+        """
+        if self.recorder is None:
+            yield
+            return
+        self.recorder.make_room()
+        yield
+        places = [batch.inverse.numpy() for batch in batches]
+        tables = [batch.tables[at] for batch, at in zip(batches, places, strict=True)]
+        ids = [batch.ids[at] for batch, at in zip(batches, places, strict=True)]
+        self.recorder.append(np.concatenate(tables), np.concatenate(ids))
+
     def flush(self) -> None:
-        """Make every changed row and the step counts durable as one state."""
+        """Make every changed row and the step counts durable as one state; write what was recorded."""
+        self._flush_rows()
+        if self.recorder is not None:
+            with Uninterrupted():
+                self.recorder.flush()
+
+    def _flush_rows(self) -> None:
         for group in self.groups.values():
             group.write_back()
         with Uninterrupted():

@@ -9,7 +9,9 @@ The tree (catch broad or narrow; errors of rows at rest live in :mod:`storage.er
     |-- TierCapacityError      (MemoryError)   a batch needs more rows than a tier can hold at once
     |-- PlanReleasedError      (RuntimeError)  a backward pass over rows that were already updated and released
     |-- ModuleClosedError      (RuntimeError)  a module was used after close()
-    `-- DataError              (ValueError)    a data file that is not what its reader expects
+    |-- DataError              (ValueError)    a data file that is not what its reader expects
+    `-- TraceError             (ValueError)    a request trace that cannot be used: cut, damaged, foreign, there already
+        `-- TraceWriteError    (OSError)       a trace could not be written: disk full, or failing
 
 Each class also inherits the built-in that a caller of ``torch.nn.EmbeddingBag`` would expect.
 """
@@ -47,3 +49,11 @@ class ModuleClosedError(TieredEmbError, RuntimeError):
 
 class DataError(TieredEmbError, ValueError):
     """A data file that is not what its reader expects; names file, line and field."""
+
+
+class TraceError(TieredEmbError, ValueError):
+    """A request trace that cannot be used: cut short, damaged, of another format; names file, place and remedy."""
+
+
+class TraceWriteError(TraceError, OSError):
+    """What was to be recorded could not be written; the trace is whole up to there."""

@@ -21,7 +21,7 @@ from storage.interrupts import Uninterrupted
 from storage.store import TableRef
 from tiered_emb.config import TableConfig, TierConfig, as_int
 from tiered_emb.engine import Engine
-from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError
+from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError, TraceError
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import checked_ids, kind_of, listed
 from tiered_emb.lookup import Question, Updates, UpdateTime, forget_failed_passes
@@ -102,6 +102,8 @@ class TieredTables(nn.Module):
 
         If the store cannot take the rows its error is raised and the module is still open, so that it can be tried
         again; not so StoreClosedError, after which the module is closed and the rows the store had not taken are lost.
+        TraceWriteError says that the end of the recorded trace could not be written; the rows are stored, and the
+        module is closed.
         After a second Ctrl-C in mid-step nothing is written: the store opens at its last flush.
         """
         if self._closed:
@@ -113,7 +115,7 @@ class TieredTables(nn.Module):
         with Uninterrupted():
             try:
                 self._engine.leave([table.name for table in self.tables])
-            except StoreClosedError:  # for good: there is nothing to try again
+            except (StoreClosedError, TraceError):  # for good: there is nothing to try again
                 self._end()
                 raise
             self._end()
@@ -158,8 +160,10 @@ class TieredTables(nn.Module):
         """Let go without a flush: an interrupt may have come in the middle of a step, which is no complete state."""
         if not self._closed:
             self._updates.discard()
-            self._engine.abandon([table.name for table in self.tables])
-            self._end()
+            try:
+                self._engine.abandon([table.name for table in self.tables])
+            finally:
+                self._end()
 
     def _answers(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of one forward's look-ups; before they are refused for want of room, what failed passes still
@@ -173,11 +177,13 @@ class TieredTables(nn.Module):
 
     def _answered(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
         """Room is made for all look-ups before the first one pins its rows."""
-        several = len(questions) > 1 and self.training and torch.is_grad_enabled()
+        trains = self.training and torch.is_grad_enabled()
+        several = len(questions) > 1 and trains
         batches = [(question.lookup.group, question.batch) for question in questions]
         with Uninterrupted(), self._engine.room_for(batches) if several else nullcontext():
             try:
-                return [question.lookup.answer(question, self.training) for question in questions]
+                with self._engine.recorded([batch for _, batch in batches]) if trains else nullcontext():
+                    return [question.lookup.answer(question, self.training) for question in questions]
             except BaseException:
                 for question in questions:
                     question.withdraw()
