@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-NAMES = ("hot_path", "store")
+NAMES = ("hot_path", "policies", "store")
 
 
 def main(arguments: list[str]) -> int:

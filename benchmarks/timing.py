@@ -27,6 +27,17 @@ def interleave(sides: dict[str, Step], rounds: int, warm_up: int = 3, turn: int 
     return seconds
 
 
+def take_turns(sides: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """As `interleave`, for sides that take the time themselves: each call is a turn and returns its seconds."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(-warm_up, rounds):
+        for name in list(sides) if number % 2 == 0 else list(reversed(sides)):
+            took = sides[name]()
+            if number >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
 def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> float:
     """Median over the rounds of our time divided by theirs in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from tiered_emb.exits import INTERRUPTED, CommandGroup, one_line_errors
+from tiered_emb.policies_cli import policies
 from tiered_emb.store_cli import store
 
 
@@ -21,6 +22,7 @@ def main() -> None:
 
 
 main.add_command(store)
+main.add_command(policies)
 
 
 @main.command()
@@ -55,6 +57,8 @@ main.add_command(store)
 @click.option("--lr", type=float, help="Learning rate of the row rule.  [default: by rule]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of rows, MLPs and made-up clicks.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Of torch and of the row kernels.")
+@click.option("--record", metavar="FILE", help="Record which rows are asked for, as a trace in a new file.")
+@click.option("--record-rate", type=float, default=1.0, show_default=True, help="Share of the ids to record.")
 @click.option("--check", type=click.Choice(["dense"]), help="Train again on whole tables in memory and compare.")
 @click.option("--json", metavar="FILE|-", help="The report as JSON; - = the last line of standard output.")
 def train(**options: Any) -> None:

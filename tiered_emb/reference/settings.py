@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered_emb.cache import POLICIES
+from tiered_emb.cache import POLICIES, refusal
 from tiered_emb.config import TierConfig, parse_bytes
 from tiered_emb.errors import ConfigError
 from tiered_emb.optim import RULES, RowRule
@@ -35,6 +35,8 @@ class TrainOptions:
     threads: int = 1
     check: str | None = None
     json: str | None = None
+    record: str | None = None
+    record_rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Settings:
     lr: float
     seed: int
     threads: int
+    record: str | None
+    record_rate: float
 
     def rule(self) -> RowRule:
         """The row rule. Raises ConfigError on a learning rate that makes no sense."""
@@ -60,7 +64,7 @@ class Settings:
 
     def tiers(self, store: Path) -> TierConfig:
         """Budgets over the store at ``store``."""
-        return TierConfig(self.hbm_bytes, self.ddr_bytes, store, self.policy)
+        return TierConfig(self.hbm_bytes, self.ddr_bytes, store, self.policy, self.record, self.record_rate)
 
     def to_json(self) -> dict[str, Any]:
         """Option -> what it was."""
@@ -84,7 +88,8 @@ _DEFAULTS = {"synthetic": _Defaults(dim=32, batch_size=1024, hbm_bytes="2MiB", d
 def decide(options: TrainOptions) -> Settings:
     """Fill in defaults and check every number. Raises ConfigError, which names the option."""
     defaults = _DEFAULTS.get(options.data, _ON_FILES)
-    _check_choice("--policy", options.policy, POLICIES)
+    if options.policy not in POLICIES:
+        raise ConfigError(f"--policy is {options.policy!r}; {refusal(options.policy)}")
     _check_choice("--optimizer", options.optimizer, RULES)
     lr = DEFAULT_LR.get(options.optimizer, 0.01) if options.lr is None else options.lr
     if not 0 <= options.seed < 1 << 63:
@@ -104,6 +109,8 @@ def decide(options: TrainOptions) -> Settings:
         lr=lr,
         seed=options.seed,
         threads=_positive("--threads", options.threads, 1024),
+        record=options.record,
+        record_rate=options.record_rate,
     )
     settings.rule()
     settings.tiers(Path("unused"))

@@ -19,6 +19,7 @@ from tiered_emb.optim import RULES
 from tiered_emb.reference import command
 from tiered_emb.reference.check import IDENTICAL
 from tiered_emb.reference.settings import TrainOptions
+from tiered_emb.trace import read_trace, sampled
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,8 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--policy", "arc"], f"--policy is 'arc'; expected one of {', '.join(sorted(POLICIES))}"),
         (["--optimizer", "lion"], f"--optimizer is 'lion'; expected one of {', '.join(sorted(RULES))}"),
         (["--lr", "nan"], "RowwiseAdagrad: --lr is nan"),
+        (["--record", "a", "--record-rate", "1.5"], "--record-rate is 1.5; expected a share of the ids"),
+        (["--record-rate", "0.5"], "--record-rate is 0.5, but nothing is recorded"),
         (["--json", "/no/such/place/report.json"], "--json /no/such/place/report.json is in /no/such/place"),
     ],
 )
@@ -115,6 +118,40 @@ def test_a_malformed_line_ends_with_1_and_one_line(clicks: Path, tmp_path: Path)
     result = train("--data", bad)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith(f"tiered-emb: {bad}, line 201: field 1 (label) is '")
+
+
+def test_a_recorded_run_gives_the_same_bits_and_a_trace_of_all_it_trained_on(clicks: Path, tmp_path: Path) -> None:
+    found = []
+    for options in (
+        [],
+        ["--record", tmp_path / "all.bin"],
+        ["--record", tmp_path / "some.bin", "--record-rate", "0.25"],
+    ):
+        result = train("--data", clicks, "--check", "dense", "--json", "-", *options)
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout.splitlines()[-1]))
+    assert all(report["dense_check"] == IDENTICAL for report in found)
+    assert len({(report["losses_sha256"], report["rows_sha256"]) for report in found}) == 1
+    whole, part = read_trace(tmp_path / "all.bin"), read_trace(tmp_path / "some.bin")
+    assert (len(whole), whole.num_batches) == (360 * 26, 3)
+    assert sorted(whole.table_names.values()) == sorted(f"C{column}" for column in range(1, 27))
+    lines = [line.split("\t")[14:] for line in clicks.read_text().splitlines()[:128]]
+    first = {(f"C{column + 1}", int(line[column], 16)) for line in lines for column in range(26)}
+    tables, ids = next(whole.each_batch())
+    asked = {(whole.table_names[table], id) for table, id in zip(tables.tolist(), ids.tolist(), strict=True)}
+    assert asked == first
+    kept = sampled(*whole.part(0, len(whole)), 0.25)
+    assert 0 < kept.sum() < len(whole)
+    assert np.array_equal(part.ids, whole.ids[kept])
+
+
+def test_a_trace_that_is_there_already_ends_with_1_and_one_line(clicks: Path, tmp_path: Path) -> None:
+    (tmp_path / "all.bin").write_text("precious")
+    result = train("--data", clicks, "--record", tmp_path / "all.bin")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert re.match(r"tiered-emb: trace .*all\.bin is there already and is not overwritten", line)
+    assert (tmp_path / "all.bin").read_text() == "precious"
 
 
 def test_a_path_that_is_no_store_and_a_store_of_another_schema(clicks: Path, tmp_path: Path) -> None:
@@ -182,7 +219,7 @@ def test_the_package_is_the_command() -> None:
 def test_help_names_every_option() -> None:
     text = CliRunner().invoke(main, ["train", "--help"]).stdout
     options = TrainOptions.__dataclass_fields__
-    assert len(options) == 14
+    assert len(options) == 16
     for option in options:
         assert f"--{option.replace('_', '-')} " in text
 
