@@ -17,6 +17,7 @@ from tiered_emb.trace.value import Ids, TableNumbers
 _BLOCK = 1 << 15  # requests hashed at once: their numbers stay in the processor's cache
 _TABLE = np.uint64(0xC2B2AE3D27D4EB4F)
 _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_START = np.uint64(0x9E3779B97F4A7C15)  # without it seed 0 kept id 0 of table 0 at every rate, often a hot row
 _33 = np.uint64(33)
 
 
@@ -49,7 +50,7 @@ def sampled(tables: TableNumbers | int, ids: Ids, rate: float, seed: int = 0) ->
 
 def sample_hash(tables: TableNumbers | int, ids: Ids, seed: int = 0) -> NDArray[np.uint64]:
     """(N,) 64 well-spread bits of each pair."""
-    start = _finalised(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    start = _finalised(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) ^ _START)
     salt = np.asarray(tables, np.uint64).reshape(-1) * _TABLE ^ start
     return _finalised(ids.view(np.uint64) ^ salt)
 
