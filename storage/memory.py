@@ -8,11 +8,13 @@ its size. So arrays that are replaced by larger or smaller ones get pages of the
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+LARGE_BYTES = 1 << 23  # from this size on huge pages are asked for: a look-up far from the last one waits less for them
 OWN_PAGES_BYTES = 1 << 14  # from this size on: what rounding up to whole pages adds is at most a quarter
 
 
@@ -27,7 +29,11 @@ def zeros(size: int, dtype: DTypeLike, *, touched: bool = False) -> NDArray[Any]
     if wanted < OWN_PAGES_BYTES:
         return np.zeros(size, dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touched else 0)
-    return np.frombuffer(mmap.mmap(-1, wanted, flags=flags), dtype, size)
+    memory = mmap.mmap(-1, wanted, flags=flags)
+    if wanted >= LARGE_BYTES:
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype, size)
 
 
 def held_bytes(size: int, itemsize: int) -> int:
