@@ -233,7 +233,8 @@ class Engine:
         sizes = self.store.config
         first = sizes.compact_bytes_per_s != 0 and not self.groups
         compaction = sizes.write_buffer_bytes * 5 // 8 if first else 0  # what it fills and commits
-        segments = 3 * (len(self.groups) + new) * sizes.filled_bytes * 5 // 4
+        widest = max((schema.row_bytes for schema in self._shares), default=0)
+        segments = 3 * (len(self.groups) + new) * sizes.filled_for(widest) * 5 // 4
         return compaction + max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
 
     def _share(self, schema: RowSchema) -> float:

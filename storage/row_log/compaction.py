@@ -352,7 +352,8 @@ class Compactor:
         """Begin a segment for moved rows; that of another group is finished as it is, so that one at a time is open."""
         for other in self._of.groups:
             other.seal_moving(self._of.store, self._committer.take_number)
-        group.moving = WriteBuffer(group.row_bytes, self._of.config.filled_bytes, self._of.log.page_bytes, moved=True)
+        size = self._of.config.filled_for(group.row_bytes)
+        group.moving = WriteBuffer(group.row_bytes, size, self._of.log.page_bytes, moved=True)
         group.buffered_bytes += group.moving.bytes
         group.moving.begin(group.segments, self._committer.take_number())
         return group.moving
@@ -368,7 +369,8 @@ class Compactor:
         return max(((1 + 2 * self._most_sealed(g)) * self._buffer_bytes(g) for g in self._of.groups), default=0)
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        return buffer_bytes(self._of.config.filled_bytes, group.row_bytes, self._of.log.page_bytes, moved=True)
+        size = self._of.config.filled_for(group.row_bytes)
+        return buffer_bytes(size, group.row_bytes, self._of.log.page_bytes, moved=True)
 
     # ---- tombstones
 

@@ -11,6 +11,7 @@ _LEAST_BYTES = 1 << 13
 _SEGMENT_BYTES = 1 << 18  # small, since a hole between segments is lost to those that are larger
 _LARGE_SEGMENT_BYTES = 1 << 22
 _MANY_SEGMENTS = 1 << 16  # beyond which larger ones are better than more
+_SEGMENT_ROWS, _BESIDE_BYTES = 1800, 12  # a row is stored with a checksum and an id
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,8 @@ class StoreConfig:
     """Sizes of a store.
 
     Attributes:
-        segment_bytes: about how large a new segment is; half of write_buffer_bytes if that is less. None = by the size
-            of the store when it is opened: 256 KiB, more from 16 GiB on.
+        segment_bytes: about how large a new segment is; half of write_buffer_bytes if that is less. None = 256 KiB, or
+            what 1,800 rows need, and more in a store that has 16 GiB and more when it is opened.
         write_buffer_bytes: host memory for rows not yet committed and for LMDB's copy of them during a commit. Each
             group needs room for one segment all the same.
         map_size_bytes: greatest size of the data file; address space, not disk.
@@ -41,6 +42,7 @@ class StoreConfig:
     compact_bytes_per_s: int | None = None
     max_space_ratio: float = 2.0
     read_threads: int | None = None
+    _segment_rows: int = 0  # that a segment holds at least, however wide they are; set by `sized_for`
 
     def __post_init__(self) -> None:
         for name in ("segment_bytes", "write_buffer_bytes", "map_size_bytes"):
@@ -66,12 +68,18 @@ class StoreConfig:
         if self.segment_bytes is not None:
             return self
         wanted = 1 << (store_bytes // _MANY_SEGMENTS).bit_length()
-        return replace(self, segment_bytes=min(max(wanted, _SEGMENT_BYTES), _LARGE_SEGMENT_BYTES))
+        size = min(max(wanted, _SEGMENT_BYTES), _LARGE_SEGMENT_BYTES)
+        return replace(self, segment_bytes=size, _segment_rows=_SEGMENT_ROWS)
 
     @property
     def filled_bytes(self) -> int:
         """Size to which segments are filled: with LMDB's 16 bytes in front they end where a page ends."""
         return min(self.segment_bytes or _SEGMENT_BYTES, self.write_buffer_bytes // 2) - 16
+
+    def filled_for(self, row_bytes: int) -> int:
+        """The same for rows of so many bytes: what a segment costs by itself is shared by some rows, by wide ones too."""
+        wide = -(-self._segment_rows * (row_bytes + _BESIDE_BYTES) // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        return max(self.filled_bytes, min(wide, _LARGE_SEGMENT_BYTES, self.write_buffer_bytes // 8) - 16)
 
     def shards_for(self, rows: int) -> int:
         """Index shards for a store of about so many rows: enough that a shard stays small, few if memory is scarce."""

@@ -100,7 +100,7 @@ class Writer:
         if group.spare:
             return group.spare.pop()
         group.buffered_bytes += size
-        return WriteBuffer(group.row_bytes, self._of.config.filled_bytes, self._of.log.page_bytes)
+        return WriteBuffer(group.row_bytes, self._of.config.filled_for(group.row_bytes), self._of.log.page_bytes)
 
     def _buffered_bytes(self) -> int:
         """Host memory of buffers that puts fill or have filled."""
@@ -299,7 +299,7 @@ class Writer:
         return fixed + lines + buffers + self.compactor.memory_bytes()
 
     def _segments_for(self, group: GroupRows, rows: int) -> int:
-        return -(-rows // rows_that_fit(self._of.config.filled_bytes, group.row_bytes)) + 1
+        return -(-rows // rows_that_fit(self._of.config.filled_for(group.row_bytes), group.row_bytes)) + 1
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        return buffer_bytes(self._of.config.filled_bytes, group.row_bytes, self._of.log.page_bytes)
+        return buffer_bytes(self._of.config.filled_for(group.row_bytes), group.row_bytes, self._of.log.page_bytes)

@@ -79,7 +79,7 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--ddr-bytes", "12 parsecs"], "--ddr-bytes is '12 parsecs'; expected a number of bytes such as"),
         (["--hbm-bytes", "-5"], "--hbm-bytes is '-5'; expected"),
         (["--hbm-bytes", "0", "--ddr-bytes", "0"], "--hbm-bytes and --ddr-bytes are both 0"),
-        (["--policy", "arc"], f"--policy is 'arc'; expected one of {', '.join(sorted(POLICIES))}"),
+        (["--policy", "mru"], f"--policy is 'mru'; expected one of {', '.join(sorted(POLICIES))}"),
         (["--optimizer", "lion"], f"--optimizer is 'lion'; expected one of {', '.join(sorted(RULES))}"),
         (["--lr", "nan"], "RowwiseAdagrad: --lr is nan"),
         (["--record", "a", "--record-rate", "1.5"], "--record-rate is 1.5; expected a share of the ids"),
