@@ -77,7 +77,7 @@ class StoreConfig:
         return min(self.segment_bytes or _SEGMENT_BYTES, self.write_buffer_bytes // 2) - 16
 
     def filled_for(self, row_bytes: int) -> int:
-        """The same for rows of so many bytes: what a segment costs by itself is shared by some rows, by wide ones too."""
+        """The same for rows of so many bytes: wide ones share what a segment costs by itself among as many."""
         wide = -(-self._segment_rows * (row_bytes + _BESIDE_BYTES) // _SEGMENT_BYTES) * _SEGMENT_BYTES
         return max(self.filled_bytes, min(wide, _LARGE_SEGMENT_BYTES, self.write_buffer_bytes // 8) - 16)
 
