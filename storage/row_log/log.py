@@ -234,20 +234,29 @@ class RowLog:
     def numbers(self, txn: Any) -> NDArray[np.int64]:
         """Numbers of all segments, ascending."""
         cursor = txn.cursor(db=self._segments)
-        joined = b"".join([bytes(number) for number in cursor.iternext(keys=True, values=False)])
-        return np.frombuffer(joined, ">u8").astype(np.int64)
+        return np.array([self._number(key) for key in cursor.iternext(keys=True, values=False)], np.int64)
 
     def last_number(self, txn: Any) -> int:
         """The greatest number of a segment, 0 if there is none."""
         cursor = txn.cursor(db=self._segments)
-        return int.from_bytes(cursor.key(), "big") if cursor.last() else 0
+        return self._number(cursor.key()) if cursor.last() else 0
+
+    def _number(self, key: Any) -> int:
+        """The number of a segment; raises CorruptSegmentError for one that no segment can have."""
+        number = int.from_bytes(key, "big")
+        if len(key) != 8 or not 0 < number < 1 << 63:
+            raise CorruptSegmentError(
+                f"{self._where} has a segment under the key {bytes(key).hex()}, which is no number of one: "
+                "data.mdb is damaged: restore it from a copy"
+            )
+        return number
 
     def segments(self, txn: Any) -> dict[int, NDArray[np.uint8]]:
         """The bytes of every segment by number, ascending, in the memory map; no page of them is touched."""
         keys = txn.cursor(db=self._segments).iternext(keys=True, values=False)
         pages = self._env.info()["last_pgno"] + 1
         places = ((key, *place_of_value(key, self.page_bytes, pages)) for key in keys)
-        return {int.from_bytes(key, "big"): bytes_at(address, size) for key, address, size in places}
+        return {self._number(key): bytes_at(address, size) for key, address, size in places}
 
     def segment(self, txn: Any, number: int) -> NDArray[np.uint8]:
         """The bytes of one segment, in the memory map."""

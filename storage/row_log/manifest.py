@@ -119,7 +119,7 @@ def holds_store(directory: Path, read_only: bool) -> bool:
     """
     if not directory.exists():
         if read_only:
-            raise StoreMissingError(f"{directory}: there is no store here, and read_only=True creates none")
+            raise StoreMissingError(f"{directory}: there is no store here, and a reader creates none")
         return False
     if not directory.is_dir():
         raise NotAStoreError(f"{directory} is a file: expected the directory of a store, or a path to create one at")
@@ -134,7 +134,7 @@ def holds_store(directory: Path, read_only: bool) -> bool:
             f"{directory} holds {seen} and no {NAME}: expected a store, an empty directory or a new path"
         )
     if read_only:
-        raise StoreMissingError(f"{directory} has no {NAME}: there is no store here, and read_only=True creates none")
+        raise StoreMissingError(f"{directory} has no {NAME}: there is no store here, and a reader creates none")
     return False
 
 

@@ -17,7 +17,7 @@ from numba import njit
 
 from storage.id_index import home_address, seek_place, set_entry
 from storage.row_log.gather import DONE, SEGMENT_FULL, TOMBSTONE, row_address, write_names
-from storage.row_log.hashing import mix, row_seed, xxh64
+from storage.row_log.hashing import is_row_of, mix
 from storage.row_log.places import (
     COUNT,
     LIVE,
@@ -27,9 +27,9 @@ from storage.row_log.places import (
     stored_table,
     stored_tombstone,
 )
-from storage.row_log.raw import copy_bytes, load64, prefetch, uncounted
+from storage.row_log.raw import copy_bytes, prefetch, uncounted
 
-_0, _1, _4, _8 = (np.uint64(n) for n in (0, 1, 4, 8))
+_0, _1 = np.uint64(0), np.uint64(1)
 _AHEAD = 16
 _TOMBSTONE_STEP = np.int64(1) << 32
 
@@ -47,8 +47,7 @@ def verify_rows(segments: Any, stride: Any, slot: Any, damaged: Any) -> Any:
     for at in range(len(damaged)):
         place = place_at(slot, at)
         row = row_address(segments, place, stride)
-        seed = row_seed(np.uint32(stored_table(segments, place)), stored_id(segments, place))
-        damaged[at] = load64(row) != xxh64(row + _8, stride - _8, seed)
+        damaged[at] = not is_row_of(row, stride, np.uint32(stored_table(segments, place)), stored_id(segments, place))
         count += damaged[at]
     return count
 

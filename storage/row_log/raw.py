@@ -88,21 +88,31 @@ def _prefetcher(locality: int) -> Any:
 prefetch, prefetch_far = _prefetcher(3), _prefetcher(2)
 
 
+def _plain(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    array = context.make_array(kind)(context, builder, value)
+    array.meminfo = cgutils.get_null_value(array.meminfo.type)
+    array.parent = cgutils.get_null_value(array.parent.type)
+    return array._getvalue()
+
+
 @intrinsic
-def uncounted(typingctx: Any, array: Any) -> Any:
-    """The same array, which must outlive its use, without Numba's count of references to it.
+def uncounted(typingctx: Any, value: Any) -> Any:
+    """The same array, or tuple of arrays, which must outlive its use, without Numba's count of references to it.
 
     In a loop with branches Numba counts an array up and down again whenever a helper gets it: two atomic operations,
     which cost as much as a probe of the index. Kernels whose arguments belong to the caller need none of that.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        plain = context.make_array(signature.return_type)(context, builder, args[0])
-        plain.meminfo = cgutils.get_null_value(plain.meminfo.type)
-        plain.parent = cgutils.get_null_value(plain.parent.type)
-        return plain._getvalue()
+        kind, result = signature.return_type, args[0]
+        if isinstance(kind, types.Array):
+            return _plain(context, builder, kind, result)
+        for i, one in enumerate(kind.types):
+            item = _plain(context, builder, one, builder.extract_value(result, i))
+            result = builder.insert_value(result, item, i)
+        return result
 
-    return array(array), codegen
+    return value(value), codegen
 
 
 def row_step(rows: NDArray[np.uint8]) -> np.uint64:

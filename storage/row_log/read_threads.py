@@ -45,8 +45,7 @@ def for_each_block(work: Work, starts: Sequence[int], threads: int) -> None:
         _work_through(work, left, errors)
     except BaseException as error:
         errors.append(error)  # before anything else: a helper that is only starting looks here first
-    for helper in helpers:
-        helper.wait()
+    _wait_for(helpers, errors)
     if errors:
         first = errors[0]
         errors.clear()
@@ -66,13 +65,23 @@ def _work_through(work: Work, left: Iterator[int], errors: Errors) -> None:
         errors.append(error)
 
 
+def _wait_for(helpers: Sequence[_Helper], errors: Errors) -> None:
+    """Return when none of them reads anything any more; interrupts, wherever they come, are kept for later."""
+    while True:
+        try:
+            for helper in helpers:
+                helper.wait()
+            return
+        except KeyboardInterrupt as interrupt:
+            errors.append(interrupt)
+
+
 class _Helper(Thread):
     """A thread that works through what is left, and can be waited for whatever happens."""
 
     def __init__(self, work: Work, left: Iterator[int], errors: Errors) -> None:
         super().__init__(name="tiered-emb-read", daemon=True)
         self._arguments = work, left, errors
-        self._errors = errors
         self._ended = Event()
 
     def run(self) -> None:
@@ -84,13 +93,10 @@ class _Helper(Thread):
             self._ended.set()
 
     def wait(self) -> None:
-        """Return when it reads nothing any more; interrupts are kept for later.
+        """Return when it reads nothing any more.
 
         Not by `join`, which takes a thread for ended when it is interrupted (CPython 3.11). One that never got as far
         as to have an `ident` was not started, or finds what happened before it looks at anything.
         """
-        while self.ident is not None and not self._ended.is_set():
-            try:
-                self._ended.wait()
-            except KeyboardInterrupt as interrupt:
-                self._errors.append(interrupt)
+        if self.ident is not None:
+            self._ended.wait()

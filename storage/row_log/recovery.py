@@ -52,16 +52,21 @@ def open_log(
     Returns:
         As `replay_log`, and whether it was the file.
     """
-    token = log.closed_token(txn)
+    token, segments = log.closed_token(txn), log.segments(txn)
     if token is not None:
         stamp = Stamp(store, token, log.transaction(txn))
-        if load_index(where / INDEX_NAME, groups, stamp, log.segments(txn)):
+        if load_index(where / INDEX_NAME, groups, stamp, segments):
             return [], True
-    return replay_log(log, txn, groups, last_epoch, store, str(where)), False
+    return replay_log(segments, groups, last_epoch, store, str(where)), False
 
 
-def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, store: bytes, where: str) -> list[int]:
+def replay_log(
+    segments: dict[int, NDArray[np.uint8]], groups: list[GroupRows], last_epoch: int, store: bytes, where: str
+) -> list[int]:
     """Fill groups with all segments of a read transaction; whatever they held is forgotten.
+
+    Args:
+        segments: as `RowLog.segments`.
 
     Returns:
         Numbers of segments that hold only rows with epochs above `last_epoch`.
@@ -74,7 +79,7 @@ def replay_log(log: RowLog, txn: Any, groups: list[GroupRows], last_epoch: int, 
             group.forget()
     later: list[int] = []
     try:
-        for group, header, address in _verified(log.segments(txn), groups, store, where):
+        for group, header, address in _verified(segments, groups, store, where):
             if header.first_epoch > last_epoch:
                 later.append(header.number)
             else:

@@ -15,14 +15,13 @@ from numba import njit
 from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
-from storage.row_log.hashing import checksum, xxh64
+from storage.row_log.hashing import checksum, has_long_checksum, xxh64
 from storage.row_log.lmdb_pages import bytes_at
 from storage.row_log.raw import load64
 
 MAGIC = b"TEROWSEG"
-VERSION = 2
 _LARGEST = 1 << 40  # bytes; what a header says beyond that is foreign bytes
-_VERSIONS_READ = (1, 2)  # 1 had no id_bytes: it wrote 0 there, and ids of 8 bytes
+_VERSIONS = (1, 2, 3)  # 1 had no id_bytes: it wrote 0 there, and ids of 8 bytes; 3 is for rows with XXH3
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
 _IDS_AT, _ROWS_AT, _IDS_CHECKSUM, _8 = (np.uint64(n) for n in (72, 80, 112, 8))  # where header fields lie
@@ -105,6 +104,11 @@ def stride_of(row_bytes: int) -> int:
     return CHECKSUM_BYTES + align8(row_bytes)
 
 
+def version_of(stride: int) -> int:
+    """The version of new segments of such rows."""
+    return 3 if has_long_checksum(np.uint64(stride)) else 2
+
+
 def align8(count: int) -> int:
     """The next multiple of 8."""
     return -(-count // 8) * 8
@@ -178,10 +182,15 @@ def read_header_at(address: int, number: int, where: str) -> SegmentHeader:
 
 def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> None:
     """Refuse a whole header that does not describe this value or that this version cannot read."""
-    if header.version not in _VERSIONS_READ or header.packing != RAW_ROWS:
+    if header.version not in _VERSIONS or header.packing != RAW_ROWS:
         raise CorruptSegmentError(
             f"{what} has version {header.version} and row packing {header.packing}: "
-            f"this program reads versions up to {VERSION} and packing {RAW_ROWS}"
+            f"this program reads versions up to {_VERSIONS[-1]} and packing {RAW_ROWS}"
+        )
+    if (header.version == 3) != (version_of(header.stride) == 3):
+        raise CorruptSegmentError(
+            f"{what} has version {header.version} and rows of {header.row_bytes} bytes, whose checksums it has of "
+            "another kind than this program: read it with the program that wrote it, and put the rows into a new store"
         )
     if header.number != number or header.size != size:
         raise CorruptSegmentError(

@@ -112,7 +112,6 @@ class Session:
         self._log = RowLog(
             self.path, self.config.map_size_bytes, read_only=read_only, sync_meta=not self._to_state, create=create
         )
-        self.config = self.config.sized_for(self._log.disk_bytes)
         if self._owner is not None and not read_only:
             self._owner.lock_data_file()
         if not create:
@@ -315,8 +314,8 @@ class Session:
         size = self.log.disk_bytes
         for group in range(len(self.groups), len(self.manifest.groups)):
             row_bytes = self.manifest.groups[group].row_bytes
-            shards = self.config.shards_for(size // row_bytes)
-            self.groups.append(GroupRows(group, row_bytes, shards, str(self.path), self.lock))
+            shards, filled = self.config.shards_for(size // row_bytes), self.config.filled_bytes(row_bytes, size)
+            self.groups.append(GroupRows(group, row_bytes, shards, str(self.path), self.lock, filled))
         for number, group in self.manifest.tables.values():
             self.groups[group].add_table(number)
 

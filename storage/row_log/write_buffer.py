@@ -20,13 +20,13 @@ from storage.row_log.places import CODES, COUNT, EPOCH, IDS, MAX_SEGMENT_ROWS, N
 from storage.row_log.segment import (
     HEADER_BYTES,
     RAW_ROWS,
-    VERSION,
     SegmentHeader,
     align8,
     pack_epochs,
     pack_ids,
     pack_tables,
     stride_of,
+    version_of,
 )
 
 _ID_BYTES = 8 + 4 + 1  # id, table number, flags of a row while the segment is being filled
@@ -119,7 +119,7 @@ class WriteBuffer:
         block = np.concatenate([block, np.zeros(-len(block) % 8, np.uint8)])
         front, stride = HEADER_BYTES + len(block), stride_of(self._row_bytes)
         header = SegmentHeader(
-            version=VERSION,
+            version=version_of(stride),
             header_bytes=HEADER_BYTES,
             group=group,
             rows=rows,

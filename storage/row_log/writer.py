@@ -1,8 +1,8 @@
 """Writer: what the verbs that write need - a buffer to fill, and somebody to wait for.
 
-Puts fill segments in memory and return. One thread (`row_log.maintenance`) commits what is sealed: when half of the
-write buffer is, when a flush waits, when a put needs room (`row_log.committer`); between commits it compacts
-(`row_log.compaction`). It alone writes to LMDB.
+Puts fill segments in memory and return. One thread (`row_log.maintenance`) commits what is sealed: when that is a
+quarter of the write buffer, when a flush waits, when a put needs room (`row_log.committer`); between commits it
+compacts (`row_log.compaction`). It alone writes to LMDB.
 
 After StoreFullError everything stays in memory and the next commit tries again; whoever waits for a commit gets the
 error. After any other failure the disk cannot be believed: the writer keeps the error and refuses every later write
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from copy import copy
 
 from storage.errors import StorageError, StoreFullError, StoreIOError
+from storage.memory import keep_freed
 from storage.row_log.committer import Committer
 from storage.row_log.compaction import Compactor, FullCompaction, Progress
 from storage.row_log.group_rows import GroupRows
@@ -49,6 +50,7 @@ class Writer:
         self._waiting = 0  # threads that wait for a commit
         self._begun = self._ended = 0  # commits that were tried
         self._maintenance = Maintenance(parts.lock, self._work, f"tiered-emb store {parts.path}")
+        keep_freed(parts.config.write_buffer_bytes // 2)  # LMDB's copy of what it commits
         self.committer.recover()
         self._ask_if_due()
 
@@ -69,7 +71,7 @@ class Writer:
             return group.open
         self._check()
         group.seal(self._of.store)
-        if self._half_is_sealed():
+        if self._enough_is_sealed():
             self._maintenance.ask()
         buffer = self._buffer_for(group)
         buffer.begin(group.segments, self.committer.take_number())
@@ -78,9 +80,9 @@ class Writer:
 
     def _is_wanted(self) -> bool:
         """Whether there is something to commit, or somebody waits: then compaction comes later."""
-        return self._waiting > 0 or self._half_is_sealed()
+        return self._waiting > 0 or self._enough_is_sealed()
 
-    def _half_is_sealed(self) -> bool:
+    def _enough_is_sealed(self) -> bool:
         sealed = sum(buffer.bytes for group in self._of.groups for buffer, _ in group.sealed)
         return 4 * sealed >= self._of.config.write_buffer_bytes
 
@@ -100,7 +102,7 @@ class Writer:
         if group.spare:
             return group.spare.pop()
         group.buffered_bytes += size
-        return WriteBuffer(group.row_bytes, self._of.config.filled_for(group.row_bytes), self._of.log.page_bytes)
+        return WriteBuffer(group.row_bytes, group.filled_bytes, self._of.log.page_bytes)
 
     def _buffered_bytes(self) -> int:
         """Host memory of buffers that puts fill or have filled."""
@@ -299,7 +301,7 @@ class Writer:
         return fixed + lines + buffers + self.compactor.memory_bytes()
 
     def _segments_for(self, group: GroupRows, rows: int) -> int:
-        return -(-rows // rows_that_fit(self._of.config.filled_for(group.row_bytes), group.row_bytes)) + 1
+        return -(-rows // rows_that_fit(group.filled_bytes, group.row_bytes)) + 1
 
     def _buffer_bytes(self, group: GroupRows) -> int:
-        return buffer_bytes(self._of.config.filled_for(group.row_bytes), group.row_bytes, self._of.log.page_bytes)
+        return buffer_bytes(group.filled_bytes, group.row_bytes, self._of.log.page_bytes)

@@ -106,7 +106,7 @@ class TestSpace:
             for step in range(3, 40):
                 put(store, table, np.arange(0, 6000, 5), step)
                 store.flush()
-            segment = config.filled_bytes
+            segment = config.filled_bytes(32)
             for _ in range(1000):  # it lets puts go first
                 if store.stats().bytes_moved:
                     break

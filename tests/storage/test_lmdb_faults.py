@@ -40,9 +40,11 @@ TINY = StoreConfig(segment_bytes=1 << 13, write_buffer_bytes=1 << 14, index_shar
 SIZE_AT = 88  # of a segment's size within its header (docs/formats.md)
 
 
-def filled(path: Path, count: int = 2000, config: StoreConfig = TINY) -> tuple[LmdbStore, dict[tuple[int, int], bytes]]:
+def filled(
+    path: Path, count: int = 2000, config: StoreConfig = TINY, width: int = 8
+) -> tuple[LmdbStore, dict[tuple[int, int], bytes]]:
     store = LmdbStore(path, durability="snapshot", config=config)
-    table = store.open_table("t", schema_of(8))
+    table = store.open_table("t", schema_of(width))
     data = random_rows(np.random.default_rng(0), count, table)
     store.put(RowIds.of(table, np.arange(count)), data)
     store.flush(b"full")
@@ -79,8 +81,9 @@ class TestDamage:
         list(store.scan(0))
         store.close()
 
-    def test_a_thousand_flipped_bits_of_rows_are_found_by_id(self, tmp_path: Path) -> None:
-        store, rows = filled(tmp_path / "s")
+    @pytest.mark.parametrize("width", [8, 129])
+    def test_a_thousand_flipped_bits_of_rows_are_found_by_id(self, tmp_path: Path, width: int) -> None:
+        store, rows = filled(tmp_path / "s", width=width)
         group, rng = store._session.groups[0], np.random.default_rng(1)
         table = next(iter(rows))[0]
         slots = group.segments.slots()
@@ -93,7 +96,7 @@ class TestDamage:
                 whole = os.pread(file.fileno(), 1, at)[0]
                 os.pwrite(file.fileno(), bytes([whole ^ 1 << bit % 8]), at)
                 with pytest.raises(CorruptRowError) as caught:
-                    read(store, RowIds(0, np.full(2000, table, np.uint32), np.arange(2000)), 32)
+                    read(store, RowIds(0, np.full(2000, table, np.uint32), np.arange(2000)), 4 * width)
                 os.pwrite(file.fileno(), bytes([whole]), at)
                 assert caught.value.table == table
                 assert str(caught.value.id) in str(caught.value) and str(tmp_path) in str(caught.value)

@@ -295,17 +295,14 @@ def test_sizes_that_make_no_sense(wrong: dict[str, int]) -> None:
         StoreConfig(**wrong)
 
 
-def test_segments_are_small_until_there_would_be_very_many() -> None:
-    sizes = [StoreConfig().sized_for(size).segment_bytes for size in (0, 16 << 30, 20 << 30, 40 << 30, 1 << 50)]
-    assert sizes == [1 << 18, 1 << 19, 1 << 19, 1 << 20, 1 << 22]
-    given = StoreConfig(segment_bytes=1 << 13).sized_for(1 << 50)
-    assert (given.segment_bytes, given.filled_for(4000)) == (1 << 13, (1 << 13) - 16)
-
-
-def test_segments_of_wide_rows_are_larger() -> None:
-    config = StoreConfig().sized_for(0)
-    sizes = [config.filled_for(row_bytes) + 16 for row_bytes in (8, 128, 516, 1000, 4096)]
-    assert sizes == [1 << 18, 1 << 18, 4 << 18, 7 << 18, 8 << 18], "an eighth of the write buffer at most"
+def test_segments_are_small_unless_there_would_be_very_many_or_rows_are_wide() -> None:
+    config, kib = StoreConfig(write_buffer_bytes=1 << 25), 1 << 10
+    stores = [config.filled_bytes(128, size) + 16 for size in (0, 16 << 30, 20 << 30, 40 << 30, 1 << 50)]
+    assert stores == [256 * kib, 512 * kib, 512 * kib, 1024 * kib, 4096 * kib]
+    rows = [StoreConfig().filled_bytes(row_bytes) + 16 for row_bytes in (8, 128, 516, 1000, 4096)]
+    assert rows == [256 * kib, 256 * kib, 1024 * kib, 1792 * kib, 2048 * kib], "an eighth of the write buffer at most"
+    assert StoreConfig(segment_bytes=1 << 13).filled_bytes(4096, 1 << 50) == (1 << 13) - 16
+    assert StoreConfig(write_buffer_bytes=1 << 13).filled_bytes(8) == (1 << 12) - 16
 
 
 def test_durability_is_one_of_two_words(tmp_path: Path) -> None:

@@ -53,6 +53,43 @@ def test_an_error_ends_it_and_is_raised_when_no_thread_works_any_more() -> None:
     assert running == {3}
 
 
+class _Interrupting(threading.Event):
+    """Once, the main thread is interrupted on its way into or out of the wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 1
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.left and threading.current_thread() is threading.main_thread():
+            self.left = 0
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+    def is_set(self) -> bool:
+        if self.left and threading.current_thread() is threading.main_thread():
+            self.left = 0
+            raise KeyboardInterrupt
+        return super().is_set()
+
+
+def test_an_interrupt_beside_the_wait_is_kept_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, begun, done = threading.get_ident(), threading.Event(), threading.Event()
+    monkeypatch.setattr(read_threads, "Event", _Interrupting)
+
+    def work(start: int, errors: Sequence[BaseException]) -> None:
+        if threading.get_ident() == main:
+            begun.wait(10)
+            return
+        begun.set()
+        time.sleep(0.2)
+        done.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        for_each_block(work, range(2), 2)
+    assert done.is_set()
+
+
 @pytest.mark.parametrize("when", ["starting", "waiting"])
 def test_an_interrupt_is_raised_when_no_thread_works_any_more(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Whoever asked lets go of what the helper reads."""

@@ -108,7 +108,7 @@ def check_live(group: GroupRows) -> None:
 
 def recovered(log: Log, last_epoch: int = LAST_EPOCH) -> GroupRows:
     group = group_of_rows()
-    replay_log(log, None, [group], last_epoch, STORE, "a test")
+    replay_log(log.segments(None), [group], last_epoch, STORE, "a test")
     return group
 
 
@@ -120,7 +120,7 @@ def follow(log: Log, group: GroupRows, last_epoch: int = LAST_EPOCH) -> bool:
     lines, slots = group.segments.lines, group.segments.slots()
     gone = [slot for slot in slots.tolist() if int(lines[slot, NUMBER]) not in log.alive]
     if lines[gone, LIVE].any():
-        replay_log(log, None, [group], last_epoch, STORE, "a test")
+        replay_log(log.segments(None), [group], last_epoch, STORE, "a test")
         return False
     for slot in gone:
         group.segments.give_back(slot)
@@ -145,7 +145,7 @@ def test_rows_above_the_last_epoch_are_passed_over_and_reported() -> None:
     log.write([1, 2])
     log.write([2, 3], deletes=[1])
     group = group_of_rows()
-    assert replay_log(log, None, [group], 1, STORE, "a test") == [2]
+    assert replay_log(log.segments(None), [group], 1, STORE, "a test") == [2]
     assert rows_of(group) == {1: 1, 2: 1} and group.seen_epoch == 1
     assert replay_segments(log, None, [group], [2], 1, STORE, "a test") == [2]
     assert replay_segments(log, None, [group], [2], LAST_EPOCH, STORE, "a test") == []
@@ -230,7 +230,7 @@ def _holds(alive: dict[int, NDArray[np.uint8]], numbers: list[int], id: int, epo
         with suppress(KeyError):
             log = Log()
             log.alive = {number: alive[number]}
-            replay_log(log, None, [group], LAST_EPOCH, STORE, "a test")
+            replay_log(log.segments(None), [group], LAST_EPOCH, STORE, "a test")
             if rows_of(group).get(id) == epoch:
                 return True
     return False
@@ -264,7 +264,7 @@ def test_after_damage_nothing_is_left_half_done(what: str) -> None:
         replay_segments(log, None, [group], [2, 3], LAST_EPOCH, STORE, "a test")
     assert rows_of(group) == {1: 1, 2: 1} and len(group.segments) == 1 and group.seen_epoch == 1
     with pytest.raises(CorruptSegmentError, match="segment 3 of a test"):
-        replay_log(log, None, [group], LAST_EPOCH, STORE, "a test")
+        replay_log(log.segments(None), [group], LAST_EPOCH, STORE, "a test")
     assert rows_of(group) == {} and len(group.segments) == 0 and group.seen_epoch == 0
 
 
@@ -287,7 +287,7 @@ def many(rows: int, distinct: int) -> Log:
 
 def fill(log: Log, shards: int = 256) -> GroupRows:
     group = group_of_rows(shards)
-    replay_log(log, None, [group], LAST_EPOCH, STORE, "a test")
+    replay_log(log.segments(None), [group], LAST_EPOCH, STORE, "a test")
     return group
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import struct
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
@@ -30,14 +31,14 @@ from storage.testing import EXTREME_IDS, check_equal, schema_of
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = UUID("00112233-4455-6677-8899-aabbccddeeff").bytes
-ROW_BYTES = 20
+ROW_BYTES, WIDE_ROW_BYTES = 20, 250
 NARROW_IDS = np.array([0, 1, 2, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, 77])
 MOVED_EPOCHS = [300, 600, 301, 300, 555, 557, 599]
 
 
-def golden_group() -> GroupRows:
+def golden_group(row_bytes: int = ROW_BYTES) -> GroupRows:
     """Group 3, with two tables and no rows."""
-    group = GroupRows(3, ROW_BYTES, 2, "a test")
+    group = GroupRows(3, row_bytes, 2, "a test")
     for table in (5, 0xFFFFFFFF):
         group.add_table(table)
     return group
@@ -74,7 +75,21 @@ def moved_segment() -> NDArray[np.uint8]:
     return sealed(group)
 
 
+def wide_segment() -> NDArray[np.uint8]:
+    """Five rows of 250 bytes: segment 7 of group 3."""
+    group = golden_group(WIDE_ROW_BYTES)
+    group.open = WriteBuffer(WIDE_ROW_BYTES, 4096, 4096)
+    group.open.begin(group.segments, 7)
+    group.append(RowIds(3, np.full(5, 5, np.uint32), np.arange(5)), wide_rows(), lambda group: group.open)
+    return sealed(group)
+
+
+def wide_rows() -> NDArray[np.uint8]:
+    return (np.arange(5 * WIDE_ROW_BYTES) % 251).astype(np.uint8).reshape(5, WIDE_ROW_BYTES)
+
+
 GOLDENS = {
+    "segment_v3_wide": wide_segment,
     "segment_v2": golden_segment,
     "segment_v2_narrow": lambda: golden_segment(NARROW_IDS),
     "segment_v2_moved": moved_segment,
@@ -86,11 +101,11 @@ def test_a_segment_is_written_as_it_always_was(name: str) -> None:
     assert GOLDENS[name]().tobytes() == (GOLDEN / f"{name}.bin").read_bytes()
 
 
-def replayed(name: str) -> tuple[GroupRows, NDArray[np.uint8]]:
+def replayed(name: str, row_bytes: int = ROW_BYTES) -> tuple[GroupRows, NDArray[np.uint8]]:
     """A group that has opened a golden segment, and the segment, which must outlive it."""
     segment = np.frombuffer((GOLDEN / f"{name}.bin").read_bytes(), np.uint8).copy()
     header = read_header(segment, 1000 if "moved" in name else 7, "a test")
-    group = golden_group()
+    group = golden_group(row_bytes)
     replay_slots(group, np.array([group.adopt(header, segment.ctypes.data)]), LAST_EPOCH)
     return group, segment
 
@@ -114,6 +129,26 @@ def test_a_golden_segment_of_moved_rows_still_loads() -> None:
     group.get(RowIds(3, np.full(6, 5, np.uint32), np.arange(6)), out, found)
     assert found.tolist() == [True, True, False, True, True, True]
     assert (out[found] == np.arange(6 * ROW_BYTES, dtype=np.uint8).reshape(6, ROW_BYTES)[found]).all()
+
+
+def test_a_golden_segment_of_wide_rows_still_loads() -> None:
+    group, _segment = replayed("segment_v3_wide", WIDE_ROW_BYTES)
+    out, found = np.zeros((6, WIDE_ROW_BYTES), np.uint8), np.zeros(6, np.bool_)
+    group.get(RowIds(3, np.full(6, 5, np.uint32), np.arange(6)), out, found)
+    assert found.tolist() == [True] * 5 + [False]
+    assert (out[:5] == wide_rows()).all()
+
+
+@pytest.mark.parametrize(("make", "version"), [(wide_segment, 2), (wide_segment, 1), (moved_segment, 3)])
+def test_rows_with_checksums_of_another_kind_are_refused(make: Callable[[], NDArray[np.uint8]], version: int) -> None:
+    segment = make()
+    number = int.from_bytes(segment[48:56].tobytes(), "little")
+    segment[8] = version
+    if version == 1:
+        segment[44] = 0
+    segment[120:128] = np.frombuffer(checksum(segment[:120]).to_bytes(8, "little"), np.uint8)
+    with pytest.raises(CorruptSegmentError, match=f"version {version} and rows of .* bytes, whose checksums"):
+        read_header(segment, number, "a test")
 
 
 def test_a_segment_is_what_the_documentation_says() -> None:
@@ -263,7 +298,7 @@ def test_a_segment_under_another_number_is_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"version": 3}, r"version 3 .*reads versions up to 2"),
+        ({"version": 4}, r"version 4 .*reads versions up to 3"),
         ({"version": 0}, "version 0 "),
         ({"id_bytes": 5}, "do not fit the offsets"),
         ({"version": 1, "id_bytes": 4}, "do not fit the offsets"),

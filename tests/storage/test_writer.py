@@ -212,7 +212,7 @@ def test_a_sweep_of_tombstones_keeps_to_the_budget(tmp_path: Path) -> None:
         for version in range(20):
             put(store, table, np.arange(5), version)
             store.flush()
-        assert store.stats().bytes_moved <= 2 * config.filled_bytes
+        assert store.stats().bytes_moved <= 2 * config.filled_bytes(32)
 
 
 class TestInterrupted:
@@ -257,7 +257,7 @@ class TestInterrupted:
     def test_ctrl_c_at_any_moment_loses_nothing_that_was_acknowledged(self, tmp_path: Path) -> None:
         """And the store goes on: an interrupt waits for the end of the verb."""
         program = _INTERRUPTED.format(path=str(tmp_path / "s"))
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
