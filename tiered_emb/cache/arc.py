@@ -117,19 +117,19 @@ class Arc(ArrayPolicy[ArcState]):
         )
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _ghosts_of(state):  # type: ignore[no-untyped-def]
     return Ghosts(state.ghost_buckets, state.ghost_keys, state.ghost_links, state.ghost_ledger)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _keep_first_within(ghosts, most):  # type: ignore[no-untyped-def]
     """Drop the oldest of B1 while there are more than `most`."""
     while ghosts_in(ghosts, ONCE) > max(0, most):
         drop_oldest_ghost(ghosts, ONCE)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _keep_within(ghosts, most):  # type: ignore[no-untyped-def]
     """Drop the oldest ghost, of B2 if it has any, while both lists have more than `most`."""
     while ghosts_in(ghosts, ONCE) + ghosts_in(ghosts, OFTEN) > most:

@@ -143,17 +143,17 @@ def _leading_zeros(typingctx: Any, word: Any) -> Any:
     return types.int64(types.uint64), codegen
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _bit(place):  # type: ignore[no-untyped-def]
     return uint64(1) << uint64(place & 63)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _highest(word):  # type: ignore[no-untyped-def]
     return 63 - _leading_zeros(word)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _enter(bits, levels, number):  # type: ignore[no-untyped-def]
     """Take a number into the set."""
     place = number
@@ -166,7 +166,7 @@ def _enter(bits, levels, number):  # type: ignore[no-untyped-def]
         place >>= 6
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _leave(bits, levels, number):  # type: ignore[no-untyped-def]
     """Take a number that is in the set out of it."""
     place = number
@@ -178,7 +178,7 @@ def _leave(bits, levels, number):  # type: ignore[no-untyped-def]
         place >>= 6
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _last_before(bits, levels, number):  # type: ignore[no-untyped-def]
     """The greatest number of the set below `number`, or -1: up to the first word with any before, down to its last."""
     place = number
@@ -202,7 +202,7 @@ def _move_bits(bits, levels, to_bits, to_levels, size):  # type: ignore[no-untyp
         number = _last_before(bits, levels, number)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _schedule(state, slot):  # type: ignore[no-untyped-def]
     """The row in a slot is requested now: when it is due next. False behind the end of the trace."""
     now, requests = state.clock[0], len(state.next_use)

@@ -80,23 +80,15 @@ def _victim(state, guard, cursor, code):  # type: ignore[no-untyped-def]
     if node == 0:
         node = np.int64(links[1])
     while node > 0:
-        taken = np.int64(-1)
-        if may_leave(guard, node - 1):
-            cut_off = state.visited[node - 1] == 0
-            if not cut_off and links[2 * node + 1] != 0:
-                cursor[0] = np.int64(links[2 * node + 1])
-                cut(links, node)
-                join_newest(links, node)
-                state.visited[node - 1] = 0
-                node = cursor[0]
-                continue
-            taken = node - 1
         newer = np.int64(links[2 * node + 1])
         prefetch_item(links, 2 * newer)
         cursor[0] = newer if newer > 0 else -1
-        if taken >= 0:
+        if may_leave(guard, node - 1):
             cut(links, node)
-            return taken
+            if state.visited[node - 1] == 0 or newer == 0:  # who is last has nobody to stand behind
+                return node - 1
+            state.visited[node - 1] = 0
+            join_newest(links, node)
         node = newer
     return np.int64(-1)
 

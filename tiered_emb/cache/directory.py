@@ -19,7 +19,8 @@ Invariants (the Hypothesis machine in the tests holds them against a plain model
 - A slot with a pin is never a victim, is not removed, and survives a resize or stops it.
 - A verb that raises has changed nothing.
 - Hits are touched before misses are admitted, and rows admitted together never evict each other.
-- No verb of the batch allocates memory; the victims' buffers grow to the largest batch and are reused.
+- No verb of the batch allocates memory; the victims' buffers grow to the largest batch and are reused. (With floors or
+  quotas `admit` takes a few arrays of the batch's size for a moment.)
 
 Each verb is one to three Numba kernels over preallocated arrays (`probing.py` and the policy's file) that hold no GIL.
 
@@ -30,7 +31,6 @@ It does not know whether a row is dirty, where its bytes are, or what a tier bel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,38 +39,18 @@ from numpy.typing import NDArray
 from storage.memory import zeros
 from tiered_emb.cache import probing
 from tiered_emb.cache.arrays import ArrayPolicy, Arrays, resized
-from tiered_emb.cache.owners import Owners, check_shares
-from tiered_emb.cache.policy import POLICIES, refusal
+from tiered_emb.cache.owners import Owners, check_quotas, check_shares
+from tiered_emb.cache.policy import POLICIES, policy_of
 from tiered_emb.cache.replay import replay
+from tiered_emb.cache.saved import policy_arrays, saved_arrays, saved_rows
+from tiered_emb.cache.sizes import MAX_CAPACITY_ROWS, most_rows
 from tiered_emb.cache.verbs import Guard
+from tiered_emb.cache.victims import Admission, Evicted, victim_buffers
 
-_POLICY = "policy."  # in front of the names of its arrays, where they are saved
 _SLOT_BYTES = 8 + 4 + 2  # id, table, pins
 _LEDGER_BYTES = 32
-MAX_CAPACITY_ROWS = 2**31 - 2  # int32 slots, and node numbers one above them
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """Rows that left: slot (V,), table (V,) and id (V,) of each."""
-
-    slots: NDArray[np.int32]
-    tables: NDArray[np.uint32]
-    ids: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Result of `admit`: the slot of each admitted row (N,), and the `evicted` rows that had to go, first victim first.
-
-    The victims' arrays are views of buffers that the next `admit` of the same Directory overwrites.
-    """
-
-    slots: NDArray[np.int32]
-    evicted: int
-    victim_slots: NDArray[np.int32]
-    victim_tables: NDArray[np.uint32]
-    victim_ids: NDArray[np.int64]
+_NOBODY_STAYS = Guard.of_pins(np.zeros(0, np.uint16))
+_NOBODY = np.empty(0, np.uint16), np.empty(0, np.int64)  # whose slots and pins are, where no table is set apart
 
 
 class Directory:
@@ -80,7 +60,8 @@ class Directory:
     name does not make, such as Belady with its trace.
 
     Attributes: `capacity_rows`; `slot_tables` u32 (S,) and `slot_ids` i64 (S,), the name of the row in each occupied
-    slot (what they say of a free slot means nothing). Read them, never write them; `resize` replaces them.
+    slot (what they say of a free slot means nothing); `owners`, whose rows floors keep and quotas limit, if any. Read
+    them, never write them; `resize` replaces them. What there is room for is said by `tiered_emb.cache.room`.
 
     `min_rows` and `max_rows` are floors and quotas, by table number: see `tiered_emb.cache.owners`.
 
@@ -99,17 +80,35 @@ class Directory:
         _check_capacity(capacity_rows)
         self.capacity_rows = capacity_rows
         self.policy_name = policy if isinstance(policy, str) else type(policy).__name__.lower()
-        self._policy = _policy_of(policy, capacity_rows)
+        self._policy = policy_of(policy, capacity_rows)
         self._pins = zeros(capacity_rows, np.uint16)
         self._guard = Guard.of_pins(self._pins)
         self.slot_tables = zeros(capacity_rows, np.uint32)
         self.slot_ids = zeros(capacity_rows, np.int64)
         self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
         self._ledger = np.array([0, 0, probing.NO_SLOT, 0], np.int64)
-        self._victims = _victim_buffers(0)
+        self._victims = victim_buffers(0)
         self._codes = np.zeros(capacity_rows * self._policy.has_ghosts, np.int8)
-        self._shares = dict(min_rows or {}), dict(max_rows or {})
-        self._owners = Owners(capacity_rows, *self._shares) if any(self._shares) else None
+        check_quotas(capacity_rows, max_rows or {})
+        self.owners: Owners | None = None
+        self._shares: tuple[dict[int, int], dict[int, int]] = {}, {}
+        self.set_shares(min_rows or {}, max_rows or {})
+
+    def set_shares(self, min_rows: Mapping[int, int], max_rows: Mapping[int, int]) -> None:
+        """Keep these floors and quotas, by table number, from now on. A quota may be above the capacity.
+
+        Rows stay where they are: what a table has above its quota it gives up when it gets new rows.
+        Raises ValueError, with nothing changed, for what cannot be kept.
+        """
+        shares = dict(min_rows), dict(max_rows)
+        if shares == self._shares:
+            return
+        self.owners = Owners(self.capacity_rows, *shares) if any(shares) else None
+        self._shares = shares
+        if self.owners is not None and self.rows:
+            occupied = self.occupied()
+            self.owners.enter(occupied, self.owners.of(self.slot_tables[occupied]))
+            self.owners.count_pins(self._pins)
 
     @property
     def rows(self) -> int:
@@ -148,13 +147,16 @@ class Directory:
 
     def pin(self, slots: NDArray[np.int32]) -> None:
         """Add one pin to each slot (N,), which must hold a row. A slot given twice gets two pins."""
-        done = probing.pin_slots(self._pins, self._ledger, slots)
+        done = probing.pin_slots(self._pins, self._ledger, slots, *self._owned())
         assert done == len(slots), f"slot {slots[done]} would have more than {probing.MAX_PINS} pins"
 
     def unpin(self, slots: NDArray[np.int32]) -> None:
         """Take one pin off each slot (N,)."""
-        done = probing.unpin_slots(self._pins, self._ledger, slots)
+        done = probing.unpin_slots(self._pins, self._ledger, slots, *self._owned())
         assert done == len(slots), f"slot {slots[done]} is unpinned without a pin"
+
+    def _owned(self) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+        return _NOBODY if self.owners is None else (self.owners.of_slot, self.owners.pinned)
 
     def unpinned(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Those of the slots (N,) that have no pin."""
@@ -180,14 +182,14 @@ class Directory:
             raise ValueError(
                 f"{n} rows cannot be admitted: {self.room()} of {self.capacity_rows} slots are without a pin"
             )
-        evicted = self._make_room(tables, ids) if self._owners is None else self._make_room_within(tables, ids)
+        evicted = self._make_room(tables, ids) if self.owners is None else self._make_room_within(tables, ids)
         used = evicted.slots[: max(0, n - (self.capacity_rows - self.rows))]
         probing.place_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, used, tables, ids, slots)
         if len(used) < len(evicted.slots):  # of a table at its quota
             probing.free_slots(self.slot_ids, self._ledger, evicted.slots[len(used) :])
         self._policy.insert(slots, tables, ids, counts, self._codes[:n])
-        if self._owners is not None:
-            self._owners.enter(slots, self._owners.of(tables))
+        if self.owners is not None:
+            self.owners.enter(slots, self.owners.of(tables), counted=True)
         return Admission(slots, len(evicted.slots), evicted.slots, evicted.tables, evicted.ids)
 
     def replay(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], missed: NDArray[np.bool_]) -> int:
@@ -198,7 +200,7 @@ class Directory:
         Args:
             missed: (N,), written: which were absent.
         """
-        assert self.pinned_rows == 0 and self._owners is None, "requests one at a time know no pins, floors and quotas"
+        assert self.pinned_rows == 0 and self.owners is None, "requests one at a time know no pins, floors and quotas"
         done = 0
         while True:
             done = int(self._replay_from(tables, ids, missed, done))
@@ -211,7 +213,7 @@ class Directory:
     ) -> int:
         names = self.slot_tables, self.slot_ids
         done: int = replay(
-            self._buckets, *names, self._ledger, self._policy.state, self._guard, tables, ids, missed, start
+            self._buckets, *names, self._ledger, self._policy.state, _NOBODY_STAYS, tables, ids, missed, start
         )
         return done
 
@@ -223,8 +225,8 @@ class Directory:
         gone = self._take_out(slots)
         self._policy.remove(gone.slots)
         probing.free_slots(self.slot_ids, self._ledger, gone.slots)
-        if self._owners is not None:
-            self._owners.leave(gone.slots)
+        if self.owners is not None:
+            self.owners.leave(gone.slots)
 
     def resize(self, capacity_rows: int) -> Evicted:
         """Change the number of slots; rows in slots at or above the new capacity leave, the others keep their slots.
@@ -243,9 +245,9 @@ class Directory:
         gone = Evicted(leaving, self.slot_tables[leaving], self.slot_ids[leaving])
         self._policy.remove(leaving)
         self._policy.resize(capacity_rows)
-        if self._owners is not None:
-            self._owners.leave(leaving)
-            self._owners.resize(capacity_rows, self.capacity_rows)
+        if self.owners is not None:
+            self.owners.leave(leaving)
+            self.owners.resize(capacity_rows, self.capacity_rows)
         self._move_to(capacity_rows, occupied[: len(occupied) - len(leaving)])
         return gone
 
@@ -261,7 +263,7 @@ class Directory:
         free = zeros(int(self._ledger[probing.FRESH]) - self.rows, np.int32)
         probing.list_free(self.slot_ids, self._ledger, free)
         rows = {"slots": occupied, "tables": self.slot_tables[occupied], "ids": self.slot_ids[occupied], "free": free}
-        return rows | {_POLICY + name: array for name, array in self._policy.save().items()}
+        return saved_arrays(rows, self._policy.save())
 
     def load(self, saved: Arrays) -> None:
         """Hold the rows that another Directory of this capacity and policy held when it was saved, with no pins.
@@ -270,11 +272,11 @@ class Directory:
 
         Raises ValueError, with nothing changed, for what `save` did not give for this capacity and policy.
         """
-        slots, tables, ids, free = _saved_rows(saved, self.capacity_rows)
-        self._policy.load({name[len(_POLICY) :]: array for name, array in saved.items() if name.startswith(_POLICY)})
+        slots, tables, ids, free = saved_rows(saved, self.capacity_rows)
+        self._policy.load(policy_arrays(saved))
         self._forget()
-        if self._owners is not None:
-            self._owners.enter(slots, self._owners.of(tables))
+        if self.owners is not None:
+            self.owners.enter(slots, self.owners.of(tables))
         self.slot_tables[slots], self.slot_ids[slots] = tables, ids
         probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, slots)
         probing.chain_free(self.slot_ids, self._ledger, free, len(slots) + len(free))
@@ -285,8 +287,8 @@ class Directory:
         self._forget()
 
     def _forget(self) -> None:
-        if self._owners is not None:
-            self._owners.clear()
+        if self.owners is not None:
+            self.owners.clear()
         self._pins[:] = 0
         self._buckets[:] = 0
         self._ledger[:] = (0, 0, probing.NO_SLOT, 0)
@@ -295,28 +297,28 @@ class Directory:
     def memory_bytes(self) -> int:
         """Host memory held now, the victims' buffers (16 bytes a row of the largest eviction) included."""
         own = (self._pins, self.slot_tables, self.slot_ids, self._buckets, self._ledger)
-        owners = 0 if self._owners is None else self._owners.memory_bytes
+        owners = 0 if self.owners is None else self.owners.memory_bytes
         buffers = (self._victims.slots, self._victims.tables, self._victims.ids, self._codes)
         return sum(array.nbytes for array in (*own, *buffers)) + self._policy.memory_bytes + owners
 
     @staticmethod
-    def bytes_for(capacity_rows: int, policy: str = "lru") -> int:
-        """Most bytes a Directory of this capacity holds, its victims' buffers (16 bytes a row of a batch) left out."""
+    def bytes_for(capacity_rows: int, policy: str = "lru", shares: int = 0) -> int:
+        """Most bytes a Directory of this capacity holds, its victims' buffers (16 bytes a row of a batch) left out.
+
+        Args:
+            shares: tables with a floor or a quota.
+        """
         kind = POLICIES[policy]
         slots = capacity_rows * (_SLOT_BYTES + kind.bytes_per_slot + kind.has_ghosts)
-        return slots + 8 * _bucket_count(capacity_rows) + _LEDGER_BYTES + kind.reserve_bytes(capacity_rows)
+        beside = 8 * _bucket_count(capacity_rows) + _LEDGER_BYTES + kind.reserve_bytes(capacity_rows)
+        return slots + beside + Owners.bytes_for(capacity_rows, shares)
 
     @staticmethod
     def capacity_for(budget_bytes: int, row_bytes: int, policy: str = "lru") -> int:
         """Most slots, 0 included, whose rows of `row_bytes` each and whose Directory fit in `budget_bytes` together."""
-        fits, too_many = 0, min(budget_bytes // (row_bytes + _SLOT_BYTES), MAX_CAPACITY_ROWS) + 1
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if middle * row_bytes + Directory.bytes_for(middle, policy) <= budget_bytes:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+        return most_rows(
+            budget_bytes, row_bytes + _SLOT_BYTES, lambda rows: rows * row_bytes + Directory.bytes_for(rows, policy)
+        )
 
     def _make_room(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Evicted:
         """Take the policy's victims for rows (N,) out of order and table; their slots belong to the caller."""
@@ -328,31 +330,38 @@ class Directory:
 
     def _make_room_within(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Evicted:
         """The same within floors and quotas: tables at their quota give up rows of their own first."""
-        assert self._owners is not None
-        excess = self._owners.excess(self._owners.of(tables))
+        assert self.owners is not None
+        owners = self.owners.of(tables)
+        if short := self.owners.shortage(owners):
+            whose = "there are" if short.table is None else f"table {short.table} may have"
+            raise ValueError(
+                f"with what pins and floors keep {short.rows} slots would be needed, and {whose} {short.limit}: "
+                "use smaller batches, lower floors, a higher quota or a larger tier"
+            )
+        excess = self.owners.excess(owners)
         others = max(0, len(ids) - (self.capacity_rows - self.rows) - int(excess.sum()))
-        self._owners.check_room(excess, others, self._pins, self.pinned_rows)
+        self.owners.expect(owners)
         slots, codes = self._buffer_for(int(excess.sum()) + others), self._codes[: len(ids)]
         self._policy.miss(tables, ids, codes)
         chosen = 0
         for owner in np.flatnonzero(excess).tolist():
             part = slots[chosen : chosen + int(excess[owner])]
-            chosen += self._policy.take(self._owners.guard(self._pins, owner), codes, part)
-        chosen += self._policy.take(self._owners.guard(self._pins), codes, slots[chosen:])
+            chosen += self._policy.take(self.owners.guard(self._pins, owner), codes, part)
+        chosen += self._policy.take(self.owners.guard(self._pins), codes, slots[chosen:])
         assert chosen == len(slots), f"policy {self.policy_name} gave {chosen} victims of {len(slots)}"
-        self._owners.leave(slots, counted=True)
+        self.owners.leave(slots, counted=True)
         return self._take_out(slots)
 
     def _buffer_for(self, victims: int) -> NDArray[np.int32]:
         """Where so many victims go."""
         if victims > len(self._victims.slots):
-            self._victims = _victim_buffers(max(victims, 2 * len(self._victims.slots)))
+            self._victims = victim_buffers(max(victims, 2 * len(self._victims.slots)))
         return self._victims.slots[:victims]
 
     def _take_out(self, slots: NDArray[np.int32]) -> Evicted:
         """Take the rows in `slots` out of the hash table and name them."""
         n = len(slots)
-        buffers = self._victims if n <= len(self._victims.slots) else _victim_buffers(n)
+        buffers = self._victims if n <= len(self._victims.slots) else victim_buffers(n)
         gone = Evicted(slots, buffers.tables[:n], buffers.ids[:n])
         if n:
             done = probing.evict_rows(self._buckets, self.slot_tables, self.slot_ids, slots, gone.tables, gone.ids)
@@ -372,17 +381,6 @@ class Directory:
         probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, kept)
 
 
-def _policy_of(policy: str | ArrayPolicy[Any], capacity_rows: int) -> ArrayPolicy[Any]:
-    """The policy itself, or the one of a name; raises ValueError where there is none of this capacity."""
-    if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"unknown cache policy {policy!r}: {refusal(policy)}")
-        return POLICIES[policy](capacity_rows)
-    if policy.capacity_rows != capacity_rows:
-        raise ValueError(f"a policy of {policy.capacity_rows} slots cannot order a Directory of {capacity_rows}")
-    return policy
-
-
 def _check_capacity(capacity_rows: int) -> None:
     if not 1 <= capacity_rows <= MAX_CAPACITY_ROWS:
         raise ValueError(
@@ -390,25 +388,6 @@ def _check_capacity(capacity_rows: int) -> None:
         )
 
 
-def _saved_rows(
-    saved: Arrays, capacity_rows: int
-) -> tuple[NDArray[np.int32], NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32]]:
-    """The rows of what `Directory.save` gave, and its free slots; raises ValueError for what cannot be that."""
-    missing = {"slots", "tables", "ids", "free"} - set(saved)
-    if missing:
-        raise ValueError(f"a saved Directory has arrays {sorted(missing)} too: this is something else")
-    slots, tables, ids, free = (saved[name] for name in ("slots", "tables", "ids", "free"))
-    used = np.sort(np.concatenate([slots, free]))
-    whole = np.array_equal(used, np.arange(len(used))) and bool((np.diff(slots) > 0).all())
-    if not len(slots) == len(tables) == len(ids) or not whole or len(used) > capacity_rows:
-        raise ValueError(f"{len(slots)} saved slots are not distinct ones of a Directory of {capacity_rows} rows")
-    return slots.astype(np.int32), tables.astype(np.uint32), ids.astype(np.int64), free.astype(np.int32)
-
-
 def _bucket_count(capacity_rows: int) -> int:
     """Buckets of 8 bytes for a load of at most 10/17."""
     return max(8, -(-capacity_rows * 17 // 10))
-
-
-def _victim_buffers(rows: int) -> Evicted:
-    return Evicted(np.empty(rows, np.int32), np.empty(rows, np.uint32), np.empty(rows, np.int64))

@@ -5,8 +5,9 @@ list it belongs to, and `key_of` gives keys of the first one (add 1 for the othe
 only the first. Who is added when all places are taken replaces the oldest of its list, or of the other one if its own
 is empty.
 
-A key is 63 mixed bits of table and id. Two rows share one with a probability of 2^-63, so with 10^7 ghosts one look-up
-in 10^12 takes a row for another, and what comes of it is a row in the wrong queue: keys are not compared with rows.
+A key is 63 bits of the row's name (`probing.name_of`). Two rows share one with a probability of 2^-63, so with 10^7
+ghosts one look-up in 10^12 takes a row for another, and what comes of it is a row in the wrong queue: keys are not
+compared with rows.
 
 Found by the hash table of `probing.py`, with the key's upper half as its tag: Robin Hood order, deletion by moving
 back, no tombstones. A ghost's place is a number, its item, from `add` until it goes.
@@ -26,13 +27,12 @@ from numpy.typing import NDArray
 
 from storage.memory import zeros
 from tiered_emb.cache.links import cut
-from tiered_emb.cache.probing import probe, put, take_out
+from tiered_emb.cache.probing import name_of, probe, put, take_out
 from tiered_emb.cache.queues import BYTES_PER_ITEM, HEAD_BYTES, HEADS, empty_queues, join_queue, newer_of, oldest_of
 
 # Positions of the ledger; the length of list i is at LENGTHS + i.
 FREE, FRESH, LENGTHS = 0, 1, 2
 _LEDGER_FIELDS = 4
-_MIX_1, _MIX_2, _SPREAD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 _NO_LIST_BIT = 0xFFFFFFFFFFFFFFFE
 _LEAST_BUCKETS = 8
 FIXED_BYTES = 8 * _LEAST_BUCKETS + HEAD_BYTES + 8 * _LEDGER_FIELDS
@@ -82,31 +82,25 @@ def _bucket_count(capacity: int) -> int:
     return max(_LEAST_BUCKETS, -(-capacity * 17 // 10))
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def key_of(table, id):  # type: ignore[no-untyped-def]
-    """The key of a row in the first list: Stafford's Mix13 of the id, which shares nothing with the Directory's tag."""
-    x = uint64(id)
-    x ^= x >> uint64(30)
-    x *= uint64(_MIX_1)
-    x ^= x >> uint64(27)
-    x *= uint64(_MIX_2)
-    x ^= x >> uint64(31)
-    return (x ^ (uint64(table) * uint64(_SPREAD))) & uint64(_NO_LIST_BIT)
+    """The key of a row in the first list."""
+    return name_of(table, id) & uint64(_NO_LIST_BIT)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def find_ghost(ghosts, key):  # type: ignore[no-untyped-def]
     """The item of a key, -1 if it is not in the set."""
     return np.int64(probe(ghosts.buckets, ghosts.keys, key >> uint64(32), key))
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def ghosts_in(ghosts, head):  # type: ignore[no-untyped-def]
     """How many are in list 0 or 1."""
     return ghosts.ledger[LENGTHS + head]
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def remove_ghost(ghosts, item):  # type: ignore[no-untyped-def]
     """Forget the ghost of an item."""
     key, ledger = ghosts.keys[item], ghosts.ledger
@@ -117,13 +111,13 @@ def remove_ghost(ghosts, item):  # type: ignore[no-untyped-def]
     ledger[FREE] = item
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def drop_oldest_ghost(ghosts, head):  # type: ignore[no-untyped-def]
     """Forget the oldest ghost of a list that is not empty."""
     remove_ghost(ghosts, oldest_of(ghosts.links, head) - HEADS)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def add_ghost(ghosts, key):  # type: ignore[no-untyped-def]
     """Remember a key, which is not in the set, as the newest of its list; if no place is free the oldest one goes."""
     ledger, head = ghosts.ledger, np.int64(key & uint64(1))

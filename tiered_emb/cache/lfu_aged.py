@@ -49,6 +49,7 @@ class LfuAged(ArrayPolicy[LfuAgedState]):
     """Least frequently used first, by counts that are halved every 10 S requests; ties by age."""
 
     bytes_per_slot = Lfu.bytes_per_slot
+    has_ghosts = False
 
     @staticmethod
     def reserve_bytes(capacity_rows: int) -> int:

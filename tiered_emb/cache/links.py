@@ -17,7 +17,7 @@ BYTES_PER_SLOT = HEAD_BYTES = 8
 _AHEAD = 12
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def cut(links, node):  # type: ignore[no-untyped-def]
     """Join a node's neighbours."""
     older, newer = links[2 * node], links[2 * node + 1]
@@ -25,7 +25,7 @@ def cut(links, node):  # type: ignore[no-untyped-def]
     links[2 * newer] = older
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def join_newest(links, node):  # type: ignore[no-untyped-def]
     """Put a node between the newest one and the head."""
     newest = links[0]
@@ -34,7 +34,7 @@ def join_newest(links, node):  # type: ignore[no-untyped-def]
     links[0] = node
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def ask_for_neighbours(links, slots, i):  # type: ignore[no-untyped-def]
     """Two-stage prefetch: the links of a slot some way ahead, then the links of its neighbours.
 
@@ -46,7 +46,7 @@ def ask_for_neighbours(links, slots, i):  # type: ignore[no-untyped-def]
     prefetch_item(links, 2 * np.int64(links[2 * node + 1]))
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def take_oldest(links, guard, cursor):  # type: ignore[no-untyped-def]
     """Cut the oldest slot that may leave; -1 if none may. cursor[0] is the node to go on at, -1 behind the newest."""
     node = cursor[0]

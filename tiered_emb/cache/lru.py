@@ -6,7 +6,7 @@ Thread: the Directory's owner. It knows nothing of ids, and pins only as an argu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ class LruState(NamedTuple):
 class Lru(ArrayPolicy[LruState]):
     """Least recently used first; counts do not matter."""
 
+    kind: ClassVar[type[LruState]] = LruState
     bytes_per_slot = BYTES_PER_SLOT
     has_ghosts = False
 
@@ -36,11 +37,11 @@ class Lru(ArrayPolicy[LruState]):
 
     def make(self, capacity_rows: int) -> LruState:
         """An empty order."""
-        return LruState(zeros(2 * (capacity_rows + 1), np.int32))
+        return self.kind(zeros(2 * (capacity_rows + 1), np.int32))
 
     def resized(self, capacity_rows: int) -> LruState:
         """The same order of fewer or more slots."""
-        return LruState(resized(self.state.links, 2 * (capacity_rows + 1)))
+        return self.kind(resized(self.state.links, 2 * (capacity_rows + 1)))
 
 
 def _hit(state, slot, count):  # type: ignore[no-untyped-def]
@@ -49,12 +50,14 @@ def _hit(state, slot, count):  # type: ignore[no-untyped-def]
     return True
 
 
-def _insert(state, slot, table, id, count, code):  # type: ignore[no-untyped-def]
+def insert_newest(state, slot, table, id, count, code):  # type: ignore[no-untyped-def]
+    """The verb `insert`."""
     join_newest(state.links, slot + 1)
     return True
 
 
-def _remove(state, slot):  # type: ignore[no-untyped-def]
+def remove_slot(state, slot):  # type: ignore[no-untyped-def]
+    """The verb `remove`."""
     cut(state.links, slot + 1)
 
 
@@ -62,8 +65,9 @@ def _ask(state, slots, i):  # type: ignore[no-untyped-def]
     ask_for_neighbours(state.links, slots, i)
 
 
-def _victim(state, guard, cursor, code):  # type: ignore[no-untyped-def]
+def take_oldest_slot(state, guard, cursor, code):  # type: ignore[no-untyped-def]
+    """The verb `victim`."""
     return take_oldest(state.links, guard, cursor)
 
 
-implement(LruState, hit=_hit, insert=_insert, remove=_remove, victim=_victim, ask=_ask)
+implement(LruState, hit=_hit, insert=insert_newest, remove=remove_slot, victim=take_oldest_slot, ask=_ask)

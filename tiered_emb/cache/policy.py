@@ -43,3 +43,14 @@ def refusal(policy: str) -> str:
     """Why a name is not in `POLICIES`, to be put behind "policy is 'name'; "."""
     choices = f"expected one of {', '.join(sorted(POLICIES))}"
     return f"{choices} ({LABORATORY_ONLY[policy]})" if policy in LABORATORY_ONLY else choices
+
+
+def policy_of(policy: str | ArrayPolicy[Any], capacity_rows: int) -> ArrayPolicy[Any]:
+    """The policy itself, or the one of a name; raises ValueError where there is none of this capacity."""
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"unknown cache policy {policy!r}: {refusal(policy)}")
+        return POLICIES[policy](capacity_rows)
+    if policy.capacity_rows != capacity_rows:
+        raise ValueError(f"a policy of {policy.capacity_rows} slots cannot order a Directory of {capacity_rows}")
+    return policy

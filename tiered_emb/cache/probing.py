@@ -172,22 +172,50 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
 
 
 @njit(forceinline=True)
-def put(buckets, tag, slot):  # type: ignore[no-untyped-def]
-    """Enter a row that is absent; whoever is nearer to home than the newcomer would be moves on in its stead."""
-    carried, bucket, distance = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets), 0
+def locate(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
+    """Slot of the row, or NO_SLOT: what `probe` finds, mostly without a branch that cannot be foreseen."""
+    slot = _candidate(buckets, tag)
+    if slot >= 0 and slot_ids[slot] != id:
+        slot = probe(buckets, slot_ids, tag, id)
+    return slot
+
+
+@njit(forceinline=True)
+def _stays(buckets, bucket, distance):  # type: ignore[no-untyped-def]
+    """1 if a newcomer this far from home passes the word in a bucket, 0 if it takes the bucket."""
+    word = buckets[bucket]
+    return np.int64(word != uint64(0)) & np.int64(_travelled(buckets, word, bucket) >= distance)
+
+
+@njit(forceinline=True)
+def _place_of(buckets, home):  # type: ignore[no-untyped-def]
+    """The bucket that a newcomer takes; the first four are looked at without a branch, as in `_candidate`."""
+    bucket, distance = home, 0
+    if home + 4 <= len(buckets):
+        first = _stays(buckets, home, 0)
+        second = first & _stays(buckets, home + 1, 1)
+        third = second & _stays(buckets, home + 2, 2)
+        if not third & _stays(buckets, home + 3, 3):
+            return home + first + second + third
+        bucket, distance = home + 4, 4
     while True:
-        word = buckets[bucket]
-        if word == uint64(0):
-            buckets[bucket] = carried
-            return
-        travelled = _travelled(buckets, word, bucket)
-        if travelled < distance:
-            buckets[bucket] = carried
-            carried, distance = word, travelled
-        distance += 1
-        bucket += 1
         if bucket == len(buckets):
             bucket = 0
+        if not _stays(buckets, bucket, distance):
+            return bucket
+        distance += 1
+        bucket += 1
+
+
+@njit(forceinline=True)
+def put(buckets, tag, slot):  # type: ignore[no-untyped-def]
+    """Enter a row that is absent, behind those of its home; the rest of the cluster moves on by one bucket."""
+    bucket, carried = _place_of(buckets, home_of(tag, buckets)), (tag << uint64(32)) | uint64(slot + 1)
+    while carried != uint64(0):
+        if bucket == len(buckets):
+            bucket = 0
+        buckets[bucket], carried = carried, buckets[bucket]
+        bucket += 1
 
 
 @njit(forceinline=True)
@@ -319,8 +347,12 @@ def enter_rows(buckets, slot_tables, slot_ids, ledger, slots):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def pin_slots(pins, ledger, slots):  # type: ignore[no-untyped-def]
-    """Pin each slot once more; returns the position whose count is full, or len(slots)."""
+def pin_slots(pins, ledger, slots, owners, pinned):  # type: ignore[no-untyped-def]
+    """Pin each slot once more; returns the position whose count is full, or len(slots).
+
+    `owners` uint16 (S,) and `pinned` int64 (T,) say whose each slot is and how many of theirs have pins; (0,) if nobody
+    asks.
+    """
     for i in range(len(slots)):
         if i + PROBE_AHEAD < len(slots):
             prefetch_item(pins, slots[i + PROBE_AHEAD])
@@ -329,12 +361,14 @@ def pin_slots(pins, ledger, slots):  # type: ignore[no-untyped-def]
             return i
         if count == 0:
             ledger[PINNED] += 1
+            if len(owners):
+                pinned[owners[slots[i]]] += 1
         pins[slots[i]] = count + 1
     return len(slots)
 
 
 @njit(nogil=True, cache=True)
-def unpin_slots(pins, ledger, slots):  # type: ignore[no-untyped-def]
+def unpin_slots(pins, ledger, slots, owners, pinned):  # type: ignore[no-untyped-def]
     """Undo one pin of each slot; returns the position that was not pinned, or len(slots)."""
     for i in range(len(slots)):
         if i + PROBE_AHEAD < len(slots):
@@ -344,5 +378,7 @@ def unpin_slots(pins, ledger, slots):  # type: ignore[no-untyped-def]
             return i
         if count == 1:
             ledger[PINNED] -= 1
+            if len(owners):
+                pinned[owners[slots[i]]] -= 1
         pins[slots[i]] = count - 1
     return len(slots)

@@ -35,19 +35,19 @@ def resized_queues(links: NDArray[np.int32], items: int) -> NDArray[np.int32]:
     return resized(links, 2 * (items + HEADS))
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def oldest_of(links, head):  # type: ignore[no-untyped-def]
     """Oldest node of a list, a head if it is empty."""
     return np.int64(links[2 * head + 1])
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def newer_of(links, node):  # type: ignore[no-untyped-def]
     """The next newer node, a head behind the newest."""
     return np.int64(links[2 * node + 1])
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def join_queue(links, head, node):  # type: ignore[no-untyped-def]
     """Put a node, which is in no list, between the newest of this list and its head."""
     newest = links[2 * head]
@@ -56,7 +56,7 @@ def join_queue(links, head, node):  # type: ignore[no-untyped-def]
     links[2 * head] = node
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def ask_for_queue_neighbours(links, marks, slots, i):  # type: ignore[no-untyped-def]
     """Two-stage prefetch without a branch, as in `links.py`, and of what `marks` (S,) say of a slot some way ahead."""
     far = np.int64(slots[min(i + 2 * _AHEAD, len(slots) - 1)])
@@ -67,7 +67,7 @@ def ask_for_queue_neighbours(links, marks, slots, i):  # type: ignore[no-untyped
     prefetch_item(links, 2 * np.int64(links[2 * node + 1]))
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def begin_walk(links, head, cursor, at):  # type: ignore[no-untyped-def]
     """The node at which a search of this list goes on, or what is none: a head, or -1 behind the newest.
 
@@ -77,7 +77,7 @@ def begin_walk(links, head, cursor, at):  # type: ignore[no-untyped-def]
     return oldest_of(links, head) if node == 0 else node
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def next_on_walk(links, node, cursor, at):  # type: ignore[no-untyped-def]
     """The node after this one, kept in cursor[at]; -1 behind the newest."""
     newer = newer_of(links, node)
@@ -86,7 +86,7 @@ def next_on_walk(links, node, cursor, at):  # type: ignore[no-untyped-def]
     return cursor[at]
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def find_oldest(links, head, guard, cursor, at):  # type: ignore[no-untyped-def]
     """The oldest node, from where the last search ended, whose slot may leave; -1 if none may. It stays in its list."""
     node = begin_walk(links, head, cursor, at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from storage.row_log.raw import uncounted
 from tiered_emb.cache.probing import (
     FREE_HEAD,
     FRESH,
@@ -12,13 +13,12 @@ from tiered_emb.cache.probing import (
     PROBE_AHEAD,
     ROWS,
     ask_for_buckets,
-    probe,
+    locate,
     put,
     tag_of,
     take_out,
 )
 from tiered_emb.cache.verbs import CURSOR_FIELDS, hit, insert, miss, victim
-from tiered_emb.uncounted import uncounted
 
 
 @njit(forceinline=True)
@@ -44,19 +44,15 @@ def replay(buckets, slot_tables, slot_ids, ledger, state, guard, tables, ids, mi
     yet, so the request can be made again.
     """
     state, guard = uncounted(state), uncounted(guard)
-    buckets, slot_tables, slot_ids, ledger = (
-        uncounted(buckets),
-        uncounted(slot_tables),
-        uncounted(slot_ids),
-        uncounted(ledger),
-    )
+    buckets, ledger = uncounted(buckets), uncounted(ledger)
+    slot_tables, slot_ids = uncounted(slot_tables), uncounted(slot_ids)
     cursor, last = np.zeros(CURSOR_FIELDS, np.int64), len(ids) - 1
     for i in range(start, len(ids)):
         later = min(i + PROBE_AHEAD, last)
         ask_for_buckets(buckets, tag_of(tables[later], ids[later]), 3)
         table, id = tables[i], ids[i]
         tag = tag_of(table, id)
-        slot = np.int64(probe(buckets, slot_ids, tag, id))
+        slot = np.int64(locate(buckets, slot_ids, tag, id))
         missed[i] = slot < 0
         if slot >= 0:
             if not hit(state, slot, np.int64(1)):

@@ -121,18 +121,18 @@ def _ghost_capacity(capacity_rows: int) -> int:
     return capacity_rows * 9 // 10
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _small_share(state):  # type: ignore[no-untyped-def]
     """Slots of the small queue."""
     return max(1, len(state.marks) // 10)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _ghosts_of(state):  # type: ignore[no-untyped-def]
     return Ghosts(state.ghost_buckets, state.ghost_keys, state.ghost_links, state.ghost_ledger)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def queue_of(mark):  # type: ignore[no-untyped-def]
     """The queue that a slot with this mark is in."""
     return MAIN if mark & _IN_MAIN else SMALL
@@ -174,7 +174,7 @@ def _remove(state, slot):  # type: ignore[no-untyped-def]
     cut(state.links, slot + HEADS)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _leaves_small(state, guard, cursor):  # type: ignore[no-untyped-def]
     """The victim of the small queue, -1 if none may leave; those before it that were requested twice move to main."""
     links, marks, node = state.links, state.marks, begin_walk(state.links, SMALL, cursor, SMALL)
@@ -194,7 +194,7 @@ def _leaves_small(state, guard, cursor):  # type: ignore[no-untyped-def]
     return np.int64(-1)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _leaves_main(state, guard, cursor):  # type: ignore[no-untyped-def]
     """The victim of the main queue, -1 if none may leave; those before it whose count is not 0 start anew."""
     links, marks, node = state.links, state.marks, begin_walk(state.links, MAIN, cursor, MAIN)

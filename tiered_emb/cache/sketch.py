@@ -117,3 +117,32 @@ def increment(words, clock, name, count):  # type: ignore[no-untyped-def]
         if clock[SEEN] >= clock[SAMPLE]:
             age(words)
             clock[SEEN] //= 2
+
+
+@njit(forceinline=True)
+def _larger(one, other):  # type: ignore[no-untyped-def]
+    """The larger of two counters, for each of the 16 of a word."""
+    result = uint64(0)
+    for i in range(16):
+        mask = uint64(15) << uint64(4 * i)
+        result |= max(one & mask, other & mask)
+    return result
+
+
+@njit(nogil=True, cache=True)
+def fold(words, clock, to_words, to_clock):  # type: ignore[no-untyped-def]
+    """Count on in another sketch, an empty one, of fewer or more blocks.
+
+    Blocks divide the hashes among them in order: each takes over from those whose hashes it gets, every counter the
+    largest of theirs. So no row's count is lower afterwards, unless the shorter sample is over and all are halved.
+    """
+    old, new = len(words) // _WORDS, len(to_words) // _WORDS
+    for block in range(new):
+        for source in range(block * old // new, -(-(block + 1) * old // new)):
+            for i in range(_WORDS):
+                at = _WORDS * block + i
+                to_words[at] = _larger(to_words[at], words[_WORDS * source + i])
+    to_clock[SEEN] = clock[SEEN]
+    while to_clock[SEEN] >= to_clock[SAMPLE]:
+        age(to_words)
+        to_clock[SEEN] //= 2

@@ -107,7 +107,7 @@ class TwoQ(ArrayPolicy[TwoQState]):
         )
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def _ghosts_of(state):  # type: ignore[no-untyped-def]
     return Ghosts(state.ghost_buckets, state.ghost_keys, state.ghost_links, state.ghost_ledger)
 

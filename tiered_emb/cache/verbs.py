@@ -15,7 +15,8 @@ all policies and the policy's code is inlined into it. A kernel is compiled once
     ask(state, slots, i)                    prefetch what slots behind slots[i] will need
 
 Rules that the contract test holds every policy to: a slot that may not leave keeps its place; what is inserted is given
-as a victim once; `count` requests at once are as many single ones.
+as a victim once; `count` hits at once are as many single ones, and for all but W-TinyLFU a row that is inserted with
+`count` requests is inserted with one and hit by the others.
 
 Thread: the Directory's owner. Nothing here knows of rows, devices or Stores.
 """
@@ -30,21 +31,18 @@ from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from tiered_emb.uncounted import uncounted
+from storage.row_log.raw import uncounted
 
 CURSOR_FIELDS = 4
 ANYBODY = -1
-# A verb is inlined, else the whole state is copied for each call; and it counts no references to the state's arrays,
-# which Numba would do around each branch, at 2 to 3 ns an array. So it, and a helper of it, must not return an array to
-# a kernel, which would give back a reference that nobody took.
-_IN_LOOPS = {"forceinline": True, "_nrt": False}
+_IN_LOOPS = {"forceinline": True}  # else the whole state is copied for each call
 
 
 class Guard(NamedTuple):
     """Which slots may not leave.
 
     Attributes:
-        pins: uint16 (S,), slots with pins stay.
+        pins: uint16 (S,), slots with pins stay; (0,) if there are none.
         owners: uint16 (S,), the table of each slot by position; (0,) if no table has a floor.
         rows: int64 (T,), rows that each table has here; (0,) as above.
         floors: int64 (T,), rows that it keeps; (0,) as above.
@@ -150,10 +148,10 @@ def _ask(state, slots, i):  # type: ignore[no-untyped-def]
     return _implemented("ask", state)
 
 
-@njit(forceinline=True, _nrt=False)
+@njit(forceinline=True)
 def may_leave(guard, slot):  # type: ignore[no-untyped-def]
     """Whether a slot may be a victim."""
-    free = guard.pins[slot] == 0
+    free = len(guard.pins) == 0 or guard.pins[slot] == 0
     if free and len(guard.floors):
         owner = guard.owners[slot]
         free = guard.rows[owner] > guard.floors[owner] if guard.only[0] == ANYBODY else owner == guard.only[0]
@@ -225,11 +223,14 @@ def miss_all(state, tables, ids, codes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def take_victims(state, guard, cursor, codes, out):  # type: ignore[no-untyped-def]
-    """Fill `out` with victims for rows of which `miss` said `codes`; how many there were."""
+    """Fill `out` with victims for rows of which `miss` said `codes`; how many there were.
+
+    A table above a quota that was lowered gives up more rows than come, and nothing was said for those.
+    """
     state, guard, cursor = uncounted(state), uncounted(guard), uncounted(cursor)
     cursor[:] = 0
     for i in range(len(out)):
-        slot = _take(state, guard, cursor, np.int64(codes[i]) if len(codes) else np.int64(0))
+        slot = _take(state, guard, cursor, np.int64(codes[i]) if i < len(codes) else np.int64(0))
         if slot < 0:
             return i
         out[i] = slot

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiered_emb.cache.admission import ADMISSIONS, AdmissionRule, Always, ProbabilityAdmission, TinyLfuAdmission
+from tiered_emb.cache.admission import (
+    ADMISSIONS,
+    AdmissionRule,
+    Always,
+    ProbabilityAdmission,
+    TinyLfuAdmission,
+    admission_bytes,
+    rule_of,
+)
 
 
 def ask(rule: AdmissionRule, ids: list[int], counts: list[int] | None = None, table: int = 0) -> list[bool]:
@@ -86,6 +94,56 @@ class TestContract:
 
     def test_no_rows(self, name: str) -> None:
         assert ask(ADMISSIONS[name](4), []) == []
+
+    @pytest.mark.parametrize("capacity", [1, 7, 64, 900])
+    def test_it_follows_the_tier(self, name: str, capacity: int) -> None:
+        rule = ADMISSIONS[name](64)
+        ask(rule, list(range(200)))
+        rule.resize(capacity)
+        assert rule.capacity_rows == capacity
+        assert rule.memory_bytes <= rule.bytes_for(capacity)
+        fresh = ADMISSIONS[name](capacity)
+        fresh.load(rule.save())
+        assert [ask(rule, [i, i + 1]) for i in range(300)] == [ask(fresh, [i, i + 1]) for i in range(300)]
+
+    def test_it_has_a_name(self, name: str) -> None:
+        assert type(rule_of(name, 5)) is ADMISSIONS[name]
+        assert admission_bytes(name, 100) == ADMISSIONS[name].bytes_for(100)
+
+
+def test_a_name_may_have_a_number() -> None:
+    rule = rule_of("tinylfu:3", 5)
+    assert isinstance(rule, TinyLfuAdmission)
+    assert rule.least == 3
+    rule = rule_of("probability:0.125", 5)
+    assert isinstance(rule, ProbabilityAdmission)
+    assert rule.p == 0.125
+
+
+@pytest.mark.parametrize("name", ["", "never", "always:1", "tinylfu:x", "tinylfu:", "probability:half"])
+def test_names_that_there_are_not(name: str) -> None:
+    with pytest.raises(ValueError, match="expected one of always, tinylfu, probability, or with a number"):
+        rule_of(name, 5)
+
+
+@pytest.mark.parametrize("capacity", [3000, 2100, 1000, 300])
+def test_tinylfu_still_knows_what_it_saw_when_its_tier_is_lowered(capacity: int) -> None:
+    """No count is lower afterwards, and unknown rows are mostly still unknown."""
+    rule = TinyLfuAdmission(3000, 3)
+    seen = list(range(300))
+    ask(rule, seen)
+    ask(rule, seen)
+    rule.resize(capacity)
+    assert all(ask(rule, seen))
+    assert np.mean(ask(rule, list(range(10_000, 10_300)))) < 0.2
+
+
+def test_tinylfu_forgets_when_the_shorter_sample_of_a_lowered_tier_is_over() -> None:
+    rule = TinyLfuAdmission(1000, 2)
+    ask(rule, [1])
+    ask(rule, [2], [2000])
+    rule.resize(100)
+    assert ask(rule, [1]) == [False]
 
 
 def test_always() -> None:

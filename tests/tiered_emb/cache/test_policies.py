@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tiered_emb.cache import POLICIES, ArrayPolicy, Directory
-from tiered_emb.cache.verbs import Guard
+from tiered_emb.cache.verbs import _FUNCTIONS, Guard, _no_ghost
 
 CACHETOOLS = {"lru": cachetools.LRUCache, "lfu": cachetools.LFUCache, "fifo": cachetools.FIFOCache}
 GOLDEN = {"lru": "LRU", "lfu": "LFU", "fifo": "FIFO", "clock": "Clock", "sieve": "Sieve"}
@@ -36,6 +36,11 @@ def insert(policy: ArrayPolicy[Any], slots: NDArray[np.int32], counts: NDArray[n
     """Rows of table 0 with the slots' numbers as ids."""
     tables, codes = np.zeros(len(slots), np.uint32), np.zeros(len(slots), np.int8)
     policy.insert(slots, tables, slots.astype(np.int64), counts, codes)
+
+
+def test_bytes_for_what_misses_say_are_held_where_they_say_something(policy: str) -> None:
+    kind = POLICIES[policy]
+    assert kind.has_ghosts == (_FUNCTIONS["miss"][type(kind(8).state)] is not _no_ghost)
 
 
 def order(policy: ArrayPolicy[Any], n: int, pins: NDArray[np.uint16] | None = None) -> list[int]:
@@ -87,6 +92,22 @@ class TestContract:
             once.touch(slots, counts)
             often.touch(np.repeat(slots, counts), np.ones(counts.sum(), np.int32))
         assert order(once, 50) == order(often, 50)
+
+    def test_a_row_that_comes_with_k_requests_was_touched_k_less_1_times(self, policy: str) -> None:
+        if policy == "wtinylfu":  # counts requests that a row comes with, and none that find it in the window
+            return
+        random = np.random.default_rng(4)
+        once, often = POLICIES[policy](50), POLICIES[policy](50)
+        for _ in range(3):
+            slots, counts = random.permutation(50).astype(np.int32), random.integers(1, 6, 50).astype(np.int32)
+            insert(once, slots, counts)
+            for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+                insert(often, i32(slot), i32(1))
+                often.touch(i32(*[slot] * (count - 1)), np.ones(count - 1, np.int32))
+            given = order(once, 30)
+            assert given == order(often, 30)
+            for each in (once, often):
+                each.remove(np.setdiff1d(np.arange(50), given).astype(np.int32))
 
     def test_resize_and_clear(self, policy: str) -> None:
         made = POLICIES[policy](4)

@@ -90,8 +90,7 @@ class WTinyLfuModel(Model):
 
     def insert(self, row: Row, count: int, code: int) -> None:
         self.window.append(row)
-        self.counters.add(row)
-        self.hit(row, count - 1)
+        self.counters.add(row, count)
 
     def enter_main(self, row: Row) -> None:
         self.window.remove(row)
@@ -185,6 +184,18 @@ def test_a_batch_of_rows_never_seen_before_does_not_get_into_main() -> None:
     for first in range(1500, 3000, 500):
         directory.admit(tables[:500], ids[first : first + 500], ones[:500], slots[:500])
         assert directory.find(tables, ids[:1000], slots) == stayed
+
+
+@pytest.mark.parametrize(("count", "stays"), [(1, False), (2, False), (3, True)])
+def test_a_newcomer_competes_with_the_requests_of_its_batch(count: int, stays: bool) -> None:
+    """Rows of main were counted twice, as they came and as they moved there: three requests of one batch beat that."""
+    directory, slots = Directory(300, "wtinylfu"), np.empty(300, np.int32)
+    ids, tables, ones = np.arange(1000, dtype=np.int64), np.zeros(1000, np.uint32), np.ones(1000, np.int32)
+    directory.admit(tables[:300], ids[:300], ones[:300], slots)
+    directory.admit(tables[:1], ids[500:501], np.array([count], np.int32), slots[:1])
+    for first in range(600, 603):  # as many as the window holds, so that it is the candidate
+        directory.admit(tables[:1], ids[first : first + 1], ones[:1], slots[:1])
+    assert directory.find(tables[:1], ids[500:501], slots[:1]) == stays
 
 
 def test_miss_ratios_are_libcachesims(require_shared: Callable[[str], Path]) -> None:
