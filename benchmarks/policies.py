@@ -13,8 +13,9 @@
 - **Planning.** A Directory with 10 M rows under LRU, batches of 100,000 different ids whose popularity is Zipf 1.05:
   find, touch, pin, admit, pin, unpin. Ids are spread over all 64 bits. About 13% of a batch are missing, and each
   evicts a row.
-- **SHARDS.** LRU's curve from 1% of the rows against the exact one at 100 sizes, linear, for ten seeds: the worst mean
-  absolute error of any seed and trace; SHARDS-adj, and our correction by classes (`tiered_emb.sim.shards`).
+- **SHARDS.** LRU's curve from 1% of the rows against the exact one at 100 sizes, linear, for ten seeds, of two real
+  traces and three made-up ones of 2 M requests: the worst mean absolute error of any seed and trace; SHARDS-adj, and
+  our correction by classes (`tiered_emb.sim.shards`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ import numpy as np
 
 from benchmarks import policies_sides as sides
 from benchmarks.policies_golden import EXACT, NEAR, SHARED, Golden, compare, load_trace
+from benchmarks.policies_samples import compare_samples, made_up
 from benchmarks.report import Figure, Report
 from benchmarks.timing import ratio, spread, take_turns
 from tiered_emb.cache import POLICIES, Directory
-from tiered_emb.sim import Requests, exact_lru_curve, sampled_curve
+from tiered_emb.sim import Requests
 from tiered_emb.sim.curves import BELADY
-from tiered_emb.sim.shards import Correction
 
 QUESTION = "the policies: golden miss ratios, replay beside cachetools and libcachesim, planning, SHARDS"
 REPLAYED, SHARE = "scarab_recs", 10  # the trace that is timed, and the share of its rows that the cache holds
@@ -84,8 +85,8 @@ def measure(options: argparse.Namespace) -> Report:
     _say("planning")
     _planning(report, options)
     _say("samples")
-    traces = SAMPLED if have_traces else (REPLAYED,)
-    _samples(report, [_requests(name, options.requests, have_traces) for name in traces], options.seeds)
+    real = {name: _requests(name, options.requests, have_traces) for name in (SAMPLED if have_traces else ())}
+    compare_samples(report, real | made_up(options.requests), options.seeds)
     return report
 
 
@@ -170,23 +171,3 @@ def _planning(report: Report, options: argparse.Namespace) -> None:
         f"Planning {options.batch:,} ids, {plans.misses:.1%} missing, {slots:,} resident: {middle:.0f} ns an id "
         f"({first:.0f} - {third:.0f}); index and policy {report.figures['bytes_per_slot']} bytes a slot"
     )
-
-
-def _samples(report: Report, traces: list[Requests], seeds: int) -> None:
-    for correction, key in _ERRORS.items():
-        errors = [_worst_error(requests, correction, seeds) for requests in traces]
-        report.figures[key] = round(max(errors), 5)
-    report.notes.append(
-        f"SHARDS at 1%, worst mean error of {seeds} seeds and {len(traces)} traces: SHARDS-adj "
-        f"{report.figures['shards_error']}, by classes {report.figures['shards_classes_error']}"
-    )
-
-
-_ERRORS: dict[Correction, str] = {"adj": "shards_error", "classes": "shards_classes_error"}
-
-
-def _worst_error(requests: Requests, correction: Correction, seeds: int) -> float:
-    sizes = [max(1, requests.distinct * k // 100) for k in range(1, 101)]
-    exact = exact_lru_curve(requests, sizes).miss_ratios
-    curves = (sampled_curve(requests, "lru", sizes, 0.01, seed, correction) for seed in range(seeds))
-    return float(max(np.mean(np.abs(np.subtract(curve.miss_ratios, exact))) for curve in curves))

@@ -46,7 +46,20 @@ main.add_command(policies)
 )
 @click.option("--store", metavar="DIRECTORY", help="Where rows rest; new, or without rows.  [default: temporary]")
 @click.option(
-    "--policy", default="lru", show_default=True, help="Which rows leave a tier first: lru, lfu, or your own."
+    "--policy",
+    default="lru",
+    show_default=True,
+    help="Which rows leave a tier first: lru, lfu, sieve, s3fifo, arc, ...; a wrong name lists all.",
+)
+@click.option(
+    "--min-rows", metavar="NAME=ROWS", multiple=True, help="Rows that a table keeps in the DDR tier; repeatable."
+)
+@click.option("--max-rows", metavar="NAME=ROWS", multiple=True, help="Rows that a table may have there; repeatable.")
+@click.option(
+    "--admission",
+    default="always",
+    show_default=True,
+    help="Which rows that leave the HBM tier may come into the DDR tier: always, tinylfu[:N], probability[:P].",
 )
 @click.option(
     "--optimizer",

@@ -17,6 +17,7 @@ import click
 from tiered_emb.exits import FAILED, one_line_errors
 
 if TYPE_CHECKING:
+    from tiered_emb.sim.curves import Mode
     from tiered_emb.sim.laboratory import Question, Study
     from tiered_emb.sim.requests import Requests
     from tiered_emb.sim.shards import Correction
@@ -30,10 +31,18 @@ _OWN = "trace"  # --batch: as the trace has them
 @click.option(
     "--trace", "traces", metavar="PATH", multiple=True, required=True, help="Ids as they were asked for; repeatable."
 )
-@click.option("--format", "format_name", metavar="NAME", help="Of the traces.  [default: what the name says]")
-@click.option("--column", metavar="NAME|N", help="Of a CSV trace: which column holds the ids.  [default: 0, the first]")
 @click.option(
-    "--policy", metavar="A,B,...", help="Which policies.  [default: all but lookahead, and belady, the bound]"
+    "--format",
+    "format_name",
+    metavar="NAME",
+    help="Of the traces, such as int64-le, text or csv; a wrong name lists all.  [default: what the trace says]",
+)
+@click.option("--column", metavar="NAME|N", help="Of a CSV trace: which column holds the ids.  [default: 0, the first]")
+@click.option("--tolerate-cut", is_flag=True, help="Of a trace that ends too early use what is whole.")
+@click.option(
+    "--policy",
+    metavar="A,B,...",
+    help="Which policies.  [default: all, and belady, the bound; lookahead only in batches]",
 )
 @click.option("--sizes", metavar="ROWS,...", help="Capacities of the tier in rows.")
 @click.option(
@@ -44,14 +53,20 @@ _OWN = "trace"  # --batch: as the trace has them
 @click.option(
     "--budget",
     metavar="SIZE,...",
-    help="Capacities in bytes, such as 4GiB, with all bookkeeping, and what more memory saves; one budget is compared "
-    "with a quarter of it up to four times as much. Needs --row-bytes.",
+    help="Capacities in bytes, such as 4GiB, of rows and the tier's directory, and what more memory saves; one budget "
+    "is compared with a quarter of it up to four times as much. A store's index comes on top. Needs --row-bytes.",
 )
 @click.option("--row-bytes", type=int, metavar="N", help="Bytes of a row, optimizer state included, for --budget.")
 @click.option(
     "--batch",
     metavar=f"N|{_OWN}",
     help=f"Replay batches, as training does: of N requests, or the trace's own ({_OWN}).  [default: one at a time]",
+)
+@click.option(
+    "--lookahead",
+    type=int,
+    metavar="N",
+    help="With --batch: how many batches ahead the policy lookahead knows what is needed.  [default: 2]",
 )
 @click.option(
     "--sample",
@@ -88,12 +103,14 @@ class Options:
     traces: tuple[str, ...]
     format_name: str | None
     column: str | None
+    tolerate_cut: bool
     policy: str | None
     sizes: str | None
     fractions: str | None
     budget: str | None
     row_bytes: int | None
     batch: str | None
+    lookahead: int | None
     sample: float | None
     correction: Correction
     no_exact: bool
@@ -107,12 +124,16 @@ class Options:
 def _run(options: Options) -> None:
     from rich.console import Console
 
+    from tiered_emb.errors import ConfigError
+    from tiered_emb.outputs import check_outputs, writing
     from tiered_emb.policies_report import print_study, replay_bar, write_csv
     from tiered_emb.sim.laboratory import study
-    from tiered_emb.store_report import check_target
 
-    for file in (options.json, options.csv, options.plot):
-        check_target(file)
+    if options.csv == "-":
+        raise ConfigError(
+            "--csv is '-'; expected the name of a file: of the formats only --json goes to standard output"
+        )
+    check_outputs({"--json": options.json, "--csv": options.csv, "--plot": options.plot}, options.traces)
     draw = _drawing(options.plot) if options.plot is not None else lambda studies: None
     question, console = _question(options), Console(stderr=options.json == "-")
     studies: list[Study] = []
@@ -122,7 +143,8 @@ def _run(options: Options) -> None:
             studies.append(study(trace.name, requests, question, advance, trace.rate))
         print_study(studies[-1], console)
     if options.csv is not None:
-        write_csv(studies, options.csv)
+        with writing(options.csv):
+            write_csv(studies, options.csv)
     draw(studies)
     if options.json is not None:
         _write_json(studies, options.json)
@@ -131,7 +153,7 @@ def _run(options: Options) -> None:
 def _question(options: Options) -> Question:
     """What the options ask. Raises ConfigError, which names the option."""
     from tiered_emb.errors import ConfigError
-    from tiered_emb.sim.curves import BELADY, check_policies, check_sizes
+    from tiered_emb.sim.curves import BATCHES_AHEAD, BELADY, check_policies, check_sizes
     from tiered_emb.sim.laboratory import POLICIES_ASKED, Question
 
     given = [name for name in ("sizes", "fractions", "budget") if getattr(options, name) is not None]
@@ -139,8 +161,12 @@ def _question(options: Options) -> Question:
         raise ConfigError(f"--{given[0]} and --{given[1]} both say how large the tier is; give one of them")
     if (options.budget is None) != (options.row_bytes is None):
         raise ConfigError("--budget and --row-bytes belong together: how many bytes, and how many a row takes")
-    names = tuple(dict.fromkeys(_split("--policy", options.policy))) if options.policy is not None else POLICIES_ASKED
+    mode: Mode = "single" if options.batch is None else "batch"
+    names = (
+        tuple(dict.fromkeys(_split("--policy", options.policy))) if options.policy is not None else POLICIES_ASKED[mode]
+    )
     check_policies(names)
+    _check_lookahead(options, names)
     if options.plot is not None and BELADY not in names:
         names = (*names, BELADY)
     if options.batch not in (None, _OWN) and not (options.batch.isdecimal() and int(options.batch) > 0):
@@ -154,13 +180,27 @@ def _question(options: Options) -> Question:
         fractions=_fractions(options.fractions),
         budgets=_budgets(options.budget),
         row_bytes=options.row_bytes or 0,
-        mode="single" if options.batch is None else "batch",
+        mode=mode,
+        lookahead=BATCHES_AHEAD if options.lookahead is None else options.lookahead,
         rate=options.sample,
         correction=options.correction,
         exact=not options.no_exact,
         control=not options.no_control,
         seed=options.seed,
     )
+
+
+def _check_lookahead(options: Options, policies: Sequence[str]) -> None:
+    """Raises ConfigError where it is given and would say nothing."""
+    from tiered_emb.errors import ConfigError
+    from tiered_emb.sim.curves import LOOKAHEAD
+
+    if options.lookahead is not None and options.batch is None:
+        raise ConfigError(
+            f"--lookahead counts batches, and requests come one at a time: add --batch N or --batch {_OWN}"
+        )
+    if options.lookahead is not None and LOOKAHEAD not in policies:
+        raise ConfigError(f"--lookahead is for the policy {LOOKAHEAD}, which --policy leaves out: add it there")
 
 
 def _split(option: str, text: str) -> list[str]:
@@ -197,9 +237,12 @@ def _fractions(text: str | None) -> tuple[float, ...]:
 
 def _budgets(text: str | None) -> tuple[int, ...]:
     from tiered_emb.config import parse_bytes
+    from tiered_emb.errors import ConfigError
     from tiered_emb.sim.laboratory import steps_around
 
     budgets = _numbers("--budget", text, lambda part: parse_bytes(part, "--budget"))
+    if 0 in budgets:
+        raise ConfigError(f"--budget is {text}; expected bytes that hold some rows")
     return steps_around(budgets[0]) if len(budgets) == 1 else budgets
 
 
@@ -210,7 +253,7 @@ def _read(path: str, options: Options) -> tuple[Trace, Requests]:
     from tiered_emb.trace import read_trace
 
     column = int(options.column) if options.column is not None and options.column.isdecimal() else options.column
-    trace = read_trace(path, options.format_name, column=column)
+    trace = read_trace(path, options.format_name, column=column, tolerate_cut=options.tolerate_cut)
     requests = Requests.of_trace(trace)
     if options.batch not in (None, _OWN):
         requests = requests.every(int(options.batch))
@@ -228,8 +271,15 @@ def _drawing(file: str) -> Callable[[Sequence[Study]], None]:
             f"tiered-emb: --plot needs matplotlib ({error}): pip install 'tiered-emb[plots]', or leave it out", err=True
         )
         sys.exit(FAILED)
+    from tiered_emb.outputs import writing
+
     check_picture(file)
-    return lambda studies: draw_studies(studies, file)
+
+    def draw(studies: Sequence[Study]) -> None:
+        with writing(file):
+            draw_studies(studies, file)
+
+    return draw
 
 
 def _write_json(studies: Sequence[Study], target: str) -> None:
@@ -240,5 +290,7 @@ def _write_json(studies: Sequence[Study], target: str) -> None:
         sys.stdout.flush()
         click.echo(json.dumps(figures))
         return
-    with open(target, "w", encoding="utf-8") as file:
+    from tiered_emb.outputs import writing
+
+    with writing(target), open(target, "w", encoding="utf-8") as file:
         file.write(json.dumps(figures, indent=2) + "\n")

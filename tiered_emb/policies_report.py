@@ -18,6 +18,7 @@ from tiered_emb.sim.laboratory import CSV_COLUMNS, Curves, Study
 
 _BAR_CELLS = 20
 _LOG_EVERY_S = 10.0
+_EDGES, _GAP = 2, 2  # cells of a table beside those of its columns
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
@@ -52,9 +53,10 @@ def replay_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 def print_study(study: Study, console: Console) -> None:
     """All tables of one trace."""
-    how = f"{study.batches:,} batches" if study.batches else "one at a time"
     console.print(f"[bold]{escape(study.trace)}[/bold]", highlight=False)
-    console.print(f"{study.requests:,} requests of {study.distinct:,} rows, {how}", highlight=False)
+    console.print(
+        f"{counted(study.requests, 'request')} of {counted(study.distinct, 'row')}, {study.how}", highlight=False
+    )
     if study.kept < 1:
         note = f"a sample of {study.kept:.3g} of the rows: {study.kept:.3g} of a tier's rows are the sizes here"
         console.print(note, highlight=False)
@@ -63,11 +65,11 @@ def print_study(study: Study, console: Console) -> None:
     if study.has_budgets:
         _show(console, f"misses a request by budget{of}, and what the step to the next one saves", _budgets(study))
     else:
-        _show(console, f"misses a request by rows in the tier{of}", _ratios(study, study.curves))
+        _show_sizes(console, f"misses a request by rows in the tier{of}", *_ratios(study, study.curves))
         if study.control:
-            _show(console, "hits in 100: by popularity (requests shuffled), and what recency adds", _hits(study))
+            _show_sizes(console, "hits in 100: by popularity (requests shuffled), and what recency adds", *_hits(study))
     if study.sampled:
-        _show(console, f"misses a request, {estimate}", _ratios(study, study.sampled, study.sampling_error))
+        _show_sizes(console, f"misses a request, {estimate}", *_ratios(study, study.sampled, study.sampling_error))
 
 
 def _show(console: Console, title: str, table: Table) -> None:
@@ -75,30 +77,53 @@ def _show(console: Console, title: str, table: Table) -> None:
     console.print(table)
 
 
+def _show_sizes(console: Console, title: str, names: list[str], lines: list[list[str]]) -> None:
+    """Tables of as many sizes each as the console has room for, so that no number is folded."""
+    console.print(f"\n{title}", highlight=False, markup=False)
+    widths = [max(_word(names[i]), *(len(line[i]) for line in lines)) + _GAP for i in range(len(names))]
+    left = 1
+    while left < len(names):
+        right, cells = left + 1, _EDGES + widths[0] + widths[left]
+        while right < len(names) and cells + widths[right] <= console.width:
+            cells, right = cells + widths[right], right + 1
+        table = _table(names[0], *names[left:right])
+        for line in lines:
+            table.add_row(line[0], *line[left:right])
+        console.print(table)
+        left = right
+
+
+def _word(heading: str) -> int:
+    """Cells of the longest word: a heading of several may take several lines."""
+    return max(map(len, heading.split()))
+
+
 def _table(*names: str) -> Table:
     """A table whose first column is text."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(names):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=" " not in name)
     return table
 
 
-def _ratios(study: Study, curves: Curves, error: Callable[[str], float] | None = None) -> Table:
-    """A line for each policy, a column for each size, and the time or the error."""
-    table = _table("policy", *_sizes(study), "s" if error is None else "mean error")
+def _ratios(
+    study: Study, curves: Curves, error: Callable[[str], float] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a line for each policy: a cell for each size, and the time or the error."""
+    lines = []
     for name, curve in curves.items():
         last = f"{curve.seconds:.2f}" if error is None else f"{error(name):.4f}"
-        table.add_row(name, *(f"{ratio:.4f}" for ratio in curve.miss_ratios), last)
-    return table
+        lines.append([name, *(f"{ratio:.4f}" for ratio in curve.miss_ratios), last])
+    return ["policy", *_sizes(study), "s" if error is None else "mean error"], lines
 
 
-def _hits(study: Study) -> Table:
-    """Popularity and recency of every policy and size."""
-    table = _table("policy", *_sizes(study))
+def _hits(study: Study) -> tuple[list[str], list[list[str]]]:
+    """Headings, and popularity and recency of every policy and size."""
+    lines = []
     for name, curve in study.control.items():
         pairs = zip(curve.miss_ratios, study.recency(name), strict=True)
-        table.add_row(name, *(f"{100 - 100 * ratio:.1f} {100 * more:+.1f}" for ratio, more in pairs))
-    return table
+        lines.append([name, *(f"{100 - 100 * ratio:.1f} {100 * more:+.1f}" for ratio, more in pairs)])
+    return ["policy", *_sizes(study)], lines
 
 
 def _sizes(study: Study) -> list[str]:

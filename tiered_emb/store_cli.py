@@ -32,10 +32,10 @@ def info(path: str, target: str | None, plot: str | None) -> None:
         from rich.console import Console
 
         from storage.describe import describe_store
-        from tiered_emb.store_report import check_target, print_description
+        from tiered_emb.outputs import check_outputs
+        from tiered_emb.store_report import print_description
 
-        for file in (target, plot):
-            check_target(file)
+        check_outputs({"--json": target, "--plot": plot}, [path])
         described = describe_store(path)
         print_description(described, Console(stderr=target == "-"))
         if plot is not None:
@@ -52,7 +52,10 @@ def _draw(described: Any, plot: str) -> None:
             f"tiered-emb: --plot needs matplotlib ({error}): pip install 'tiered-emb[plots]', or leave it out", err=True
         )
         sys.exit(FAILED)
-    draw_store(described, plot)
+    from tiered_emb.outputs import writing
+
+    with writing(plot):
+        draw_store(described, plot)
 
 
 def _write_json(figures: dict[str, Any], target: str) -> None:
@@ -60,7 +63,9 @@ def _write_json(figures: dict[str, Any], target: str) -> None:
         sys.stdout.flush()
         click.echo(json.dumps(figures))
         return
-    with open(target, "w", encoding="utf-8") as file:
+    from tiered_emb.outputs import writing
+
+    with writing(target), open(target, "w", encoding="utf-8") as file:
         file.write(json.dumps(figures, indent=2) + "\n")
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,25 +16,11 @@ from rich.table import Table
 
 from storage.describe import AgeBand, StoreDescription
 from storage.verify import Damage, VerifyReport
-from tiered_emb.errors import ConfigError
 from tiered_emb.reference.words import counted, size
 
 MAX_LINES = 20
 _BAR_CELLS = 20
 _LOG_EVERY_S = 10.0
-
-
-def check_target(file: str | None) -> None:
-    """Refuse a file that could not be written, before anything is read.
-
-    Raises:
-        ConfigError: it is a directory, or in one that may not be written.
-    """
-    if file in (None, "-"):
-        return
-    path = Path(str(file))
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{file} cannot be written: expected the name of a file in a directory that is there")
 
 
 @contextmanager

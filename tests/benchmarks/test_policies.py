@@ -11,9 +11,10 @@ import cachetools
 import numpy as np
 import pytest
 
-from benchmarks import policies, policies_golden
+from benchmarks import policies, policies_golden, policies_samples
 from benchmarks import policies_sides as sides
 from benchmarks.__main__ import main
+from benchmarks.report import Report
 from benchmarks.timing import take_turns
 from tiered_emb.cache import POLICIES, Directory
 from tiered_emb.sim import Requests, miss_ratio_curve
@@ -107,6 +108,16 @@ def test_the_loop_around_cachetools_misses_what_ours_does() -> None:
         patched.setitem(sides._CACHETOOLS, "lru", Counting)
         sides.cachetools_side(requests, "lru", 100)()
     assert (len(misses),) == miss_ratio_curve(requests, ["lru"], [100])[0].misses
+
+
+def test_the_worst_sample_of_any_trace_is_told() -> None:
+    report, traces = Report("policies", ()), policies_samples.made_up(30_000)
+    policies_samples.compare_samples(report, traces, 3)
+    assert list(traces) == ["zipf_1.05", "zipf_0.8", "uniform_with_scans"]
+    errors = {name: policies_samples.worst_error(requests, "adj", 3) for name, requests in traces.items()}
+    assert report.figures["shards_error"] == round(max(errors.values()), 5)
+    assert errors[str(report.figures["shards_error_trace"])] == max(errors.values())
+    assert report.notes[0].startswith("SHARDS at 1%, worst mean error of 3 seeds and 3 traces")
 
 
 def test_planned_batches_evict_and_leave_no_pin() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import lzma
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from click.testing import CliRunner, Result
 
 from tiered_emb import policies_report
@@ -98,6 +101,29 @@ def test_batches_of_n_and_of_the_trace(trace: Path, tmp_path: Path) -> None:
     assert own["counted_requests"] == sum(len(np.unique(IDS[i : i + 100])) for i in range(0, 4000, 100))
     single = json.loads(run("--trace", trace, *options).stdout)
     assert single["miss_ratio"]["lru"]["150"] < own["miss_ratio"]["lru"]["150"]
+
+
+def test_in_batches_a_policy_looks_ahead(trace: Path) -> None:
+    options = "--trace", trace, "--batch", "50", "--policy", "lru,lookahead,belady", "--sizes", "60", "--json", "-"
+    none, two, four = (json.loads(run(*options, "--lookahead", n).stdout) for n in (0, 2, 4))
+    assert none["miss_ratio"]["lookahead"] == none["miss_ratio"]["lru"]
+    by_policy = {name: ratios["60"] for name, ratios in two["miss_ratio"].items()}
+    assert by_policy["belady"] < four["miss_ratio"]["lookahead"]["60"] < by_policy["lookahead"] < by_policy["lru"]
+    assert two["control"]["lookahead"]["60"] < two["control"]["lru"]["60"]
+    default = run(*options)
+    figures = json.loads(default.stdout)
+    assert figures["miss_ratio"] == two["miss_ratio"]
+    assert [each["lookahead_batches"] for each in (none, figures, four)] == [0, 2, 4]
+    counted = figures["counted_requests"]
+    assert f"80 batches that ask for {counted:,}; lookahead knows the next 2" in " ".join(default.stderr.split())
+    every = json.loads(run("--trace", trace, "--batch", "50", "--sizes", "60", "--no-control", "--json", "-").stdout)
+    assert list(every["miss_ratio"]) == list(POLICY_NAMES)
+
+
+def test_single_requests_have_nothing_to_look_ahead_to(trace: Path) -> None:
+    printed = json.loads(run("--trace", trace, "--policy", "lru,lookahead", "--sizes", "60", "--json", "-").stdout)
+    assert printed["lookahead_batches"] is None
+    assert printed["miss_ratio"]["lru"] == printed["miss_ratio"]["lookahead"]
 
 
 def test_batches_choose_default_sizes_that_hold_them(trace: Path) -> None:
@@ -196,7 +222,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "lru,mru"], f"policy is 'mru'; expected one of {', '.join(POLICY_NAMES)}"),
+        (["--policy", "lru,lur"], f"policy is 'lur'; expected one of {', '.join(POLICY_NAMES)}"),
         (["--policy", "lru,"], "--policy is 'lru,'; expected values with a comma between each two"),
         (["--sizes", "0"], "size is 0 rows; expected 1 to"),
         (["--sizes", "ten"], "--sizes is 'ten'; expected numbers with a comma between each two"),
@@ -211,6 +237,18 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         (["--batch", "trace"], "does not say where its batches begin; expected a number for --batch"),
         (["--batch", "1000", "--sizes", "20"], "does not fit into 20; the least size for these batches is"),
         (["--batch", "10", "--sample", "0.1"], "ask for a sample or for batches, not for both"),
+        (["--lookahead", "2"], "--lookahead counts batches, and requests come one at a time: add --batch N"),
+        (["--batch", "9", "--policy", "lru", "--lookahead", "2"], "--lookahead is for the policy lookahead"),
+        (["--batch", "9", "--lookahead", "-1"], "lookahead is -1 batches; expected 0 or more"),
+        (
+            ["--batch", "100", "--budget", "8KiB", "--row-bytes", "64", "--policy", "lru"],
+            "a budget of 2048 bytes holds 20 rows under lru, and a batch has",
+        ),
+        (["--csv", "all.json", "--json", "all.json"], "all.json is named twice"),
+        (["--csv", "-"], "--csv is '-'; expected the name of a file"),
+        (["--csv", "all.json", "--json", "./all.json"], "all.json is named twice"),
+        (["--budget", "0", "--row-bytes", "4"], "--budget is 0; expected bytes that hold some rows"),
+        (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--sample", "1.5"], "rate is 1.5"),
         (["--no-exact"], "without the exact curves there has to be a sampling rate"),
         (["--format", "parquet"], "trace format is 'parquet'"),
@@ -248,6 +286,39 @@ def test_traces_that_cannot_be_read_are_one_line(
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("packing", ["gz", "xz", "zst"])
+def test_a_trace_that_is_cut_short_is_refused_unless_that_is_tolerated(tmp_path: Path, packing: str) -> None:
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress}[packing]
+    path = tmp_path / f"cut.csv.{packing}"
+    ids = np.random.default_rng(0).integers(0, 2**62, 40_000)  # zstd gives what it has in blocks of 128 KiB
+    data = pack("\n".join(map(str, ids.tolist())).encode())
+    path.write_bytes(data[:-1000])
+    refused = run("--trace", path)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "is cut short" in refused.stderr
+    assert "(--tolerate-cut) to use what is whole" in refused.stderr
+    options = "--policy", "lru", "--sizes", "10", "--no-control", "--json", "-"
+    printed = json.loads(run("--trace", path, "--tolerate-cut", *options).stdout)
+    assert 1000 < printed["requests"] < 40_000
+
+
+def test_a_name_that_says_compressed_of_a_file_that_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "page.txt.xz"
+    path.write_bytes(b"<html>not found</html>\n")
+    result = run("--trace", path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is not compressed, whatever its name says: it begins with b'<html>not found<'" in result.stderr
+    assert run("--trace", path, "--format", "text", "--policy", "lru", "--sizes", "1").exit_code == 0
+
+
+def test_one_of_each_is_no_plural(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("7\n")
+    options = "--policy", "lru,belady", "--no-control"
+    assert "1 request of 1 row, one at a time" in run("--trace", path, *options).stdout
+    assert "1 request of 1 row, 1 batch that asks for 1" in run("--trace", path, "--batch", "9", *options).stdout
+
+
 def test_the_golden_ratios_of_a_real_trace(require_shared: Callable[[str], Path]) -> None:
     path = require_shared("traces/web12.trace.xz")
     options = "--format", "int32-be", "--policy", "lru,belady", "--sizes", "137,687", "--no-control", "--json", "-"
@@ -270,6 +341,17 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
     assert capsys.readouterr().err.splitlines() == ["[shop]: 3 of 8 replays", "[shop]: 6 of 8 replays"]
 
 
+def test_names_and_sizes_are_whole_in_80_columns(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("\n".join(map(str, range(300_000))))
+    sizes = "100000,120000,140000,160000,180000,200000,220000,240000"
+    printed = run("--trace", path, "--policy", "lfu-aged,lru", "--sizes", sizes).stdout
+    assert max(map(len, printed.splitlines())) <= 80
+    assert {f"{int(size):,}" for size in sizes.split(",")} <= set(printed.split())
+    assert all(line.split()[0] in ("policy", "lfu-aged", "lru") for line in printed.splitlines() if "+0.0" in line)
+    assert "lfu-aged" in printed.split("hits in 100")[1].split()
+
+
 def test_the_laboratory_needs_no_torch(trace: Path) -> None:
     program = (
         "import sys\n"
@@ -282,3 +364,21 @@ def test_the_laboratory_needs_no_torch(trace: Path) -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert '"miss_ratio"' in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--csv", "--json", "--plot"])
+def test_no_file_is_written_over_a_trace(trace: Path, tmp_path: Path, option: str) -> None:
+    before, link = trace.read_bytes(), tmp_path / "curves.svg"
+    link.symlink_to(trace)
+    for name in (trace, link):
+        result = run("--trace", trace, option, name, "--sizes", 10)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        assert f"would be written over {trace}" in result.stderr
+    assert trace.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--csv", "--json"])
+def test_a_full_disk_is_one_line(trace: Path, option: str) -> None:
+    result = run("--trace", trace, option, "/dev/full", "--sizes", 10, "--policy", "lru")
+    assert result.exit_code == 2
+    assert result.stderr == "tiered-emb: /dev/full cannot be written: No space left on device\n"

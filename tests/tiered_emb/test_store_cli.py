@@ -266,3 +266,19 @@ def test_age_bars_are_filled_by_live_share(capsys: pytest.CaptureFixture[str]) -
     line = next(line for line in capsys.readouterr().out.splitlines() if "1 to 9" in line)
     assert "75%" in line
     assert (line.count("█"), line.count("░")) == (15, 5)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("name", ["data.mdb", "manifest.json", "new.svg"])
+def test_nothing_is_written_into_the_store_that_is_looked_at(path: Path, option: str, name: str) -> None:
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    result = run("info", path, option, path / name)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert f"would be written over {path}" in result.stderr
+    assert {file: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_a_full_disk_is_one_line(path: Path) -> None:
+    result = run("info", path, "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert result.stderr == "tiered-emb: /dev/full cannot be written: No space left on device\n"

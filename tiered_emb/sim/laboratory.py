@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,15 @@ import numpy as np
 from tiered_emb.errors import ConfigError
 from tiered_emb.sim.budgets import Gain, gains, rows_for
 from tiered_emb.sim.control import shuffled
-from tiered_emb.sim.curves import POLICY_NAMES, Curve, Mode, miss_ratio_curve
+from tiered_emb.sim.curves import BATCHES_AHEAD, LOOKAHEAD, POLICY_NAMES, Curve, Mode, miss_ratio_curve
 from tiered_emb.sim.requests import Requests
 from tiered_emb.sim.shards import Correction, sampled_curve
 
-# Without planned batches, which a trace does not have, `lookahead` is LRU.
-POLICIES_ASKED = tuple(name for name in POLICY_NAMES if name != "lookahead")
+# Of single requests there is nothing to know ahead: there `lookahead` is LRU.
+POLICIES_ASKED: dict[Mode, tuple[str, ...]] = {
+    "single": tuple(name for name in POLICY_NAMES if name != LOOKAHEAD),
+    "batch": POLICY_NAMES,
+}
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 Curves = dict[str, Curve]
 _MIB = 1 << 20
@@ -32,6 +35,7 @@ class Question:
             of each policy) or else `fractions` of the trace's different rows say them; where there are no fractions,
             `FRACTIONS`, as far as they hold the largest batch.
         mode: requests one by one, or in batches as the trace has them.
+        lookahead: how many batches behind the one in hand the policy `lookahead` knows, 0 or more.
         rate: also estimate the curves from this share of the rows.
         correction: of the estimate, see `tiered_emb.sim.shards`.
         exact: replay the whole trace; without it there is only the estimate.
@@ -39,12 +43,13 @@ class Question:
         seed: of the control and of the sample.
     """
 
-    policies: tuple[str, ...] = POLICIES_ASKED
+    policies: tuple[str, ...] = POLICIES_ASKED["single"]
     sizes: tuple[int, ...] = ()
     fractions: tuple[float, ...] = ()
     budgets: tuple[int, ...] = ()
     row_bytes: int = 0
     mode: Mode = "single"
+    lookahead: int = BATCHES_AHEAD
     rate: float | None = None
     correction: Correction = "classes"
     exact: bool = True
@@ -52,24 +57,52 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead is {self.lookahead} batches; expected 0 or more")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; expected 0 or more")
         if self.mode == "batch" and self.rate is not None:
             raise ConfigError("a sample is of single requests: ask for a sample or for batches, not for both")
         if self.rate is None and not self.exact:
-            raise ConfigError("without the exact curves there has to be a sampling rate")
+            raise ConfigError("without the exact curves there has to be a sampling rate: add --sample RATE")
 
-    def sizes_for(self, requests: Requests) -> dict[str, tuple[int, ...]]:
-        """The sizes of each policy in rows, for the rows and batches of a trace."""
+    def sizes_for(self, requests: Requests, kept: float = 1.0) -> dict[str, tuple[int, ...]]:
+        """The sizes of each policy in rows, for the rows and batches of a trace.
+
+        Of a trace that keeps a share of the rows, `kept`, a budget's size is that share of the rows it holds.
+        """
         if self.budgets and not self.sizes:
-            rows = rows_for(self.budgets, self.row_bytes, self.policies)
+            rows = {
+                name: [max(1, int(size * kept)) for size in held]
+                for name, held in rows_for(self.budgets, self.row_bytes, self.policies).items()
+            }
+            self._check_batches_fit(rows, requests)
             return {name: tuple(held) for name, held in rows.items()}
         least = 1 if self.fractions or self.mode == "single" else requests.batches.largest
         shares = tuple(max(least, int(share * requests.distinct)) for share in self.fractions or FRACTIONS)
         return dict.fromkeys(self.policies, tuple(dict.fromkeys(self.sizes or shares)))
 
+    def _check_batches_fit(self, rows: Mapping[str, Sequence[int]], requests: Requests) -> None:
+        """Raises ConfigError, which names the budget, where the largest batch has more rows than one holds."""
+        largest = requests.batches.largest if self.mode == "batch" else 0
+        for policy, held in rows.items():
+            if held[0] < largest:
+                raise ConfigError(
+                    f"a budget of {self.budgets[0]} bytes holds {held[0]} rows under {policy}, and a batch has "
+                    f"{largest} different ones: give larger budgets (one alone is compared with a quarter of it)"
+                )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a policy is told of batches to come."""
+        return self.mode == "batch" and LOOKAHEAD in self.policies
+
     def replays(self) -> int:
-        """How often `study` calls `advance`."""
+        """How often `study` calls `advance`: after each exact replay, and after each estimated curve."""
         sizes = len(self.sizes or self.budgets or self.fractions or FRACTIONS)
-        return len(self.policies) * sizes * (1 + self.control) if self.exact else 0
+        exact = sizes * (1 + self.control) if self.exact else 0
+        estimated = 0 if self.rate is None else 1 if self.exact else 1 + self.control
+        return len(self.policies) * (exact + estimated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +132,16 @@ class Study:
     control: Curves = field(default_factory=dict)
     sampled: Curves = field(default_factory=dict)
 
+    @property
+    def how(self) -> str:
+        """How the requests came, for headings."""
+        if not self.batches:
+            return "one at a time"
+        counted = next(iter(self.curves.values())).requests
+        knows = f"; lookahead knows the next {self.question.lookahead}" if self.question.looks_ahead else ""
+        asks = "batch that asks" if self.batches == 1 else "batches that ask"
+        return f"{self.batches:,} {asks} for {counted:,}{knows}"
+
     def recency(self, policy: str) -> list[float]:
         """At each size the part of the hit ratio that the order of the requests gives; the rest is popularity."""
         pairs = zip(self.control[policy].miss_ratios, self.curves[policy].miss_ratios, strict=True)
@@ -127,6 +170,7 @@ class Study:
             "trace_rate": self.kept,
             "mode": self.question.mode,
             "batches": self.batches,
+            "lookahead_batches": self.question.lookahead if self.question.looks_ahead else None,
             "counted_requests": next(iter(self.curves.values())).requests,
             "miss_ratio": {name: _by_size(curve) for name, curve in self.curves.items()},
             "seconds": {name: round(curve.seconds, 4) for name, curve in self.curves.items()},
@@ -215,13 +259,13 @@ def study(
     """
     if kept < 1 and question.rate is not None:
         raise ConfigError(f"trace {trace} is a sample of {kept:.3g} of the rows already; replay it as it is")
-    sizes = question.sizes_for(requests)
+    sizes = question.sizes_for(requests, kept)
     exact = _replayed(requests, question, sizes, advance) if question.exact else {}
-    sampled = _sampled(requests, question, sizes)
+    sampled = _sampled(requests, question, sizes, advance)
     control: Curves = {}
     if question.control:
         mixed = shuffled(requests, question.seed)
-        control = _replayed(mixed, question, sizes, advance) if question.exact else _sampled(mixed, question, sizes)
+        control = (_replayed if question.exact else _sampled)(mixed, question, sizes, advance)
     batches = len(requests.bounds) - 1 if question.mode == "batch" and requests.bounds is not None else 0
     curves, beside = (exact, sampled) if question.exact else (sampled, {})
     return Study(trace, question, len(requests), requests.distinct, batches, curves, kept, control, beside)
@@ -234,15 +278,21 @@ def _replayed(
     curves: Curves = {}
     for same in dict.fromkeys(sizes.values()):
         names = [name for name in sizes if sizes[name] == same]
-        curves |= {curve.policy: curve for curve in miss_ratio_curve(requests, names, same, question.mode, advance)}
+        replayed = miss_ratio_curve(requests, names, same, question.mode, advance, question.lookahead)
+        curves |= {curve.policy: curve for curve in replayed}
     return {name: curves[name] for name in sizes}
 
 
-def _sampled(requests: Requests, question: Question, sizes: dict[str, tuple[int, ...]]) -> Curves:
+def _sampled(
+    requests: Requests, question: Question, sizes: dict[str, tuple[int, ...]], advance: Callable[[], None]
+) -> Curves:
     if question.rate is None:
         return {}
-    how = question.rate, question.seed, question.correction
-    return {name: sampled_curve(requests, name, own, *how) for name, own in sizes.items()}
+    curves: Curves = {}
+    for name, own in sizes.items():
+        curves[name] = sampled_curve(requests, name, own, question.rate, question.seed, question.correction)
+        advance()
+    return curves
 
 
 def _by_size(curve: Curve) -> dict[str, float]:

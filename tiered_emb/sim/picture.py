@@ -50,8 +50,7 @@ def draw_studies(studies: Sequence[Study], file: str | os.PathLike[str]) -> None
 
 
 def _draw(axes: Any, study: Study) -> None:
-    how = f"{study.batches:,} batches" if study.batches else "one at a time"
-    title = f"{study.trace}: {study.requests:,} requests of {study.distinct:,} rows, {how}"
+    title = f"{study.trace}: {study.requests:,} requests of {study.distinct:,} rows, {study.how}"
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     colours = iter(_COLOURS * (1 + len(study.curves) // len(_COLOURS)))

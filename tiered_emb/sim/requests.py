@@ -107,6 +107,16 @@ class Batches:
     ends: Positions
 
     @property
+    def number(self) -> int:
+        """B."""
+        return len(self.ends) - 1
+
+    def rows_of(self, batch: int) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32]]:
+        """Tables, ids and counts of the rows of one batch, 0 to B - 1: views."""
+        rows = slice(self.ends[batch], self.ends[batch + 1])
+        return self.unique.tables[rows], self.unique.ids[rows], self.counts[rows]
+
+    @property
     def largest(self) -> int:
         """Unique rows of the largest batch: no tier of fewer can hold them all at once."""
         return int(np.diff(self.ends).max())

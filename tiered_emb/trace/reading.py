@@ -46,7 +46,8 @@ def read_trace(
     Args:
         path: of the file.
         format: one of ``FORMATS``; None = by the file's first bytes (our own), or the end of its name:
-            ``.oracleGeneral``, ``.csv``, ``.tsv``, ``.txt``, each with or without ``.gz``, ``.xz``, ``.zst``.
+            ``.oracleGeneral``, ``.csv``, ``.tsv``, ``.txt``, each with or without ``.gz``, ``.xz``, ``.zst``, which
+            has to be true then.
         column: of a CSV file, by its name or its number from 0 on; 0 if None.
         header: the first line of a CSV file holds names; None = it does if ``column`` is a name.
         delimiter: between the fields of a CSV file; None = a tab in ``.tsv``, else a comma.
@@ -87,6 +88,12 @@ def _guessed(source: Source) -> str:
         raise ConfigError(
             f"trace {source.path}: neither its first bytes nor its name tell the format; give one of "
             f"{', '.join(FORMATS)}"
+        )
+    last = source.path.suffix.lower()
+    if last in _PACKED and source.packing is None and source.size_bytes:
+        raise TraceError(
+            f"trace {source.path} is not compressed, whatever its name says: it begins with {source.peek(16)!r}; "
+            f"fetch it again, or take {last} off its name if it was unpacked"
         )
     return found[-1]
 

@@ -105,7 +105,9 @@ class Source:
     def end_early(self, message: str) -> None:
         """The file ends where it should not: note it if that is tolerated, else raise TraceError."""
         if not self.tolerate_cut:
-            raise TraceError(f"trace {self.path} {message}; give tolerate_cut=True to use what is whole")
+            raise TraceError(
+                f"trace {self.path} {message}; give tolerate_cut=True (--tolerate-cut) to use what is whole"
+            )
         self.cut = True
 
     def _take(self, count: int) -> bytes:

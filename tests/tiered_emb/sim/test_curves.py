@@ -61,6 +61,17 @@ def test_every_policy_is_bounded_by_belady_below_and_misses_each_row_once() -> N
         assert curve.seconds > 0
 
 
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_sizes_far_beyond_the_trace_take_no_memory(policy: str) -> None:
+    """Whatever the size, each row is missed once; 2^31 slots would take a hundred gigabytes."""
+    requests = Requests.of(0, zipf(2000, 300)).every(50)
+    sizes = [requests.distinct, requests.distinct + 1, 2**31 - 2]
+    for mode in ("single", "batch"):
+        (curve,) = miss_ratio_curve(requests, [policy], sizes, mode)  # type: ignore[arg-type]
+        assert curve.sizes == tuple(sizes)
+        assert curve.misses == (requests.distinct,) * 3
+
+
 def test_batches_by_hand() -> None:
     """Three slots, LRU: [1 1 2] [3 1] [4 2] [1 3]; what is there is touched first, what is not is admitted then.
 
@@ -85,17 +96,20 @@ def test_lfu_counts_the_ids_of_a_batch_and_not_its_rows() -> None:
     assert miss_ratio_curve(requests, ["lru"], [2], "batch")[0].misses == (4,)
 
 
-def slow_lru_batches(ids: NDArray[np.int64], size: int, batch: int) -> int:
+def slow_lru_batches(ids: NDArray[np.int64], size: int, batch: int, lookahead: int = 0) -> int:
+    """LRU among the rows that the next batches do not need, then among those; misses."""
+    unique = [list(dict.fromkeys(ids[start : start + batch].tolist())) for start in range(0, len(ids), batch)]
     resident: OrderedDict[int, None] = OrderedDict()
     misses = 0
-    for start in range(0, len(ids), batch):
-        unique = list(dict.fromkeys(ids[start : start + batch].tolist()))
-        absent = [id for id in unique if id not in resident]
-        for id in unique:
+    for number, rows in enumerate(unique):
+        absent = [id for id in rows if id not in resident]
+        for id in rows:
             if id in resident:
                 resident.move_to_end(id)
+        needed = {id for later in unique[number + 1 : number + 1 + lookahead] for id in later}
         for _ in range(len(resident) + len(absent) - size):
-            resident.pop(next(id for id in resident if id not in unique))
+            others = [id for id in resident if id not in rows]
+            resident.pop(next((id for id in others if id not in needed), others[0]))
         resident.update(dict.fromkeys(absent))
         misses += len(absent)
     return misses
@@ -108,11 +122,45 @@ def test_batches_miss_as_in_a_slow_model(size: int, batch: int) -> None:
     assert curve.misses == (slow_lru_batches(ids, size, batch),)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 5, 1000])
+@pytest.mark.parametrize(("size", "batch"), [(60, 50), (60, 7), (200, 64), (900, 50)])
+def test_lookahead_misses_as_in_a_slow_model(size: int, batch: int, lookahead: int) -> None:
+    ids = zipf(3000, 400, seed=5)
+    requests = Requests.of(0, ids).every(batch)
+    (curve,) = miss_ratio_curve(requests, ["lookahead"], [size], "batch", lookahead=lookahead)
+    assert curve.misses == (slow_lru_batches(ids, size, batch, lookahead),)
+
+
+def test_lookahead_lies_between_lru_and_belady() -> None:
+    """The more it knows the less it misses; nothing known, or requests one by one, is LRU."""
+    requests, sizes = Requests.of(0, zipf(20_000, 3000)).every(100), [100, 250, 500, 1000]
+    lru, belady = miss_ratio_curve(requests, ["lru", "belady"], sizes, "batch")
+    least = lru.misses
+    for lookahead in (0, 1, 2, 4):
+        (curve,) = miss_ratio_curve(requests, ["lookahead"], sizes, "batch", lookahead=lookahead)
+        assert (curve.misses == lru.misses) == (lookahead == 0)
+        assert all(more >= ours >= bound for more, ours, bound in zip(least, curve.misses, belady.misses, strict=True))
+        least = curve.misses
+    assert (
+        miss_ratio_curve(requests, ["lookahead"], sizes, "batch")[0].misses
+        == miss_ratio_curve(requests, ["lookahead"], sizes, "batch", lookahead=2)[0].misses
+    )
+    single = miss_ratio_curve(requests, ["lru", "lookahead"], sizes)
+    assert single[0].misses == single[1].misses
+
+
+def test_lookahead_by_hand() -> None:
+    """Two slots, [1] [2] [3] [1]: 1 was not there yet when the first batch began, and is found before the third."""
+    requests = Requests.of(0, np.array([1, 2, 3, 1], np.int64)).every(1)
+    for lookahead, misses in ((0, 4), (1, 3), (3, 3)):
+        assert miss_ratio_curve(requests, ["lookahead"], [2], "batch", lookahead=lookahead)[0].misses == (misses,)
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_batches_of_one_are_single_requests(policy: str) -> None:
     requests = Requests.of(0, zipf(2000, 300))
     (single,) = miss_ratio_curve(requests, [policy], [5, 50])
-    (batches,) = miss_ratio_curve(requests.every(1), [policy], [5, 50], "batch")
+    (batches,) = miss_ratio_curve(requests.every(1), [policy], [5, 50], "batch", lookahead=0)
     assert single.misses == batches.misses
 
 

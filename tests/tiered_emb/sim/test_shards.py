@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tiered_emb.errors import ConfigError
 from tiered_emb.sim import Requests, exact_lru_curve, miss_ratio_curve, sampled_curve, shards
@@ -75,6 +76,18 @@ def test_the_adjustment_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert curve.miss_ratios == pytest.approx([2 / 3, 2 / 3, 1 / 3])
 
 
+def test_the_adjustment_takes_the_share_that_the_sample_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of eight rows is asked for and half of them come: distances and hits count twice, not four times.
+
+    Each row is requested twice on end: 8 of 16 hit from one sampled row on, which is two. Nothing is left to adjust.
+    """
+    keep(monkeypatch, 1, 3, 4, 7)
+    requests = Requests.of(0, np.repeat(np.arange(8), 2))
+    assert sampled_curve(requests, "lru", [1, 2, 8], 0.25, correction="adj").misses == (16, 8, 8)
+    loop = Requests.of(0, np.tile(np.arange(8), 2))  # of four sampled rows all four come in between
+    assert sampled_curve(loop, "lru", [7, 8], 0.25, correction="adj").misses == (16, 8)
+
+
 def test_classes_of_frequency_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 9 has 8 requests and no sampled row in its class; 1, 2 and 3 have 2 or 3, so 4 repeats; 4 and 5 have one.
 
@@ -114,6 +127,31 @@ def test_an_empty_sample_is_refused() -> None:
         sampled_curve(Requests.of(0, np.arange(5)), "lru", [3], 1e-9, seed=1)
 
 
+def zipf(requests: int, rows: int, skew: float) -> NDArray[np.int64]:
+    chances = np.cumsum(np.arange(1, rows + 1) ** -skew)
+    return np.searchsorted(chances, np.random.default_rng(0).random(requests) * chances[-1])
+
+
+def uniform_with_scans(requests: int, rows: int) -> NDArray[np.int64]:
+    """Every other request is of a loop over twice as many other rows."""
+    ids = np.random.default_rng(0).integers(0, rows, requests)
+    ids[::2] = rows + np.arange(len(ids[::2])) % (2 * rows)
+    return ids
+
+
+MADE_UP: dict[str, Callable[[], NDArray[np.int64]]] = {
+    "zipf_0.8": lambda: zipf(1_000_000, 1_000_000, 0.8),
+    "zipf_1.05": lambda: zipf(1_000_000, 1_000_000, 1.05),
+    "uniform": lambda: np.random.default_rng(0).integers(0, 50_000, 1_000_000),
+    "uniform_with_scans": lambda: uniform_with_scans(1_000_000, 100_000),
+}
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_at_a_hundredth_of_a_made_up_trace_the_error_is_at_most_two_hundredths(name: str) -> None:
+    check_ten_samples(Requests.of(0, MADE_UP[name]()))
+
+
 def test_at_a_hundredth_of_a_real_trace_the_error_is_at_most_two_hundredths(
     require_shared: Callable[[str], Path],
 ) -> None:
@@ -122,7 +160,11 @@ def test_at_a_hundredth_of_a_real_trace_the_error_is_at_most_two_hundredths(
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    requests = Requests.of(0, np.asarray(module.load("scarab_recs"), np.int64))
+    check_ten_samples(Requests.of(0, np.asarray(module.load("scarab_recs"), np.int64)))
+
+
+def check_ten_samples(requests: Requests) -> None:
+    """LRU over 100 sizes on a linear scale."""
     sizes = [requests.distinct * k // 100 for k in range(1, 101)]
     exact = exact_lru_curve(requests, sizes).miss_ratios
     worst = {"adj": 0.02, "classes": 0.01}
