@@ -14,25 +14,36 @@ Owned by the thread that plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from storage.schema import RowSchema
-from tiered_emb.cache import Directory
+from tiered_emb.cache import room
 from tiered_emb.errors import TierCapacityError
-from tiered_emb.group import MOVE_BYTES, TableGroup
+from tiered_emb.group import TableGroup
+from tiered_emb.inputs import listed
+from tiered_emb.moves import MOVE_BYTES
+from tiered_emb.plan import IdBatch
+from tiered_emb.shares import Shares
 from tiered_emb.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A batch that is about to be planned: how many rows it has, how many of them are missing in the top tier, and for
-    how many slots there must be that others have no pin on (0 = the plan will see)."""
+    """A batch that is about to be planned: how many rows it has, how many of them are missing in the top tier, for how
+    many there must be slots that others have no pin on (0 = the plan will see), and how many floors would keep."""
 
     group: TableGroup
     missing: int
     unique: int
     unpinned: int = 0
+    floored: int = 0
+
+    @classmethod
+    def of(cls, group: TableGroup, batch: IdBatch) -> Coming:
+        """A batch of a group, as things are."""
+        floored = room.floors_in(group.top.directory, batch.tables)
+        return cls(group, group.count_missing(batch), len(batch.ids), group.count_unpinned(batch), floored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,51 +81,80 @@ class HostBudget:
     def __init__(
         self,
         limit_bytes: int,
-        policy: str,
+        shares: Shares,
         store_bytes: Callable[[int], int],
-        share_of: Callable[[RowSchema], float],
     ) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
         self.settled = False
-        self._policy = policy
+        self._shares = shares
+        self._kind = shares.kinds[shares.lowest]
         self._store_bytes = store_bytes
-        self._share_of = share_of
         self._groups: list[TableGroup] = []
 
     def join(self, group: TableGroup) -> None:
         """Charge this group too, and be asked before each of its plans."""
         self._groups.append(group)
-        group.make_room = lambda missing, unique: self.make_room([Coming(group, missing, unique)])
+        group.make_room = lambda missing, unique, floored: self.make_room(
+            [Coming(group, missing, unique, floored=floored)]
+        )
+
+    def charge_only(self, groups: Iterable[TableGroup]) -> None:
+        """Let go of all other groups, which nobody will use."""
+        self._groups = list(groups)
 
     def charged_bytes(self) -> int:
         """What is charged now."""
         return self._charged(_NOTHING)
 
-    def rows_for(self, row_bytes: int, other_bytes: int, share: float) -> int:
-        """Capacity of a new DDR tier that gets ``share`` of what is left beside ``other_bytes``; an error if none."""
+    def rows_for(self, schema: RowSchema, other_bytes: int, share: float) -> int:
+        """Capacity of a new DDR tier that gets ``share`` of what is left beside ``other_bytes``; an error if that does
+        not do."""
         fixed = self.charged_bytes() + other_bytes
         part = int((self.limit_bytes - fixed - self.limit_bytes // 32) * share)
-        moving = min(MOVE_BYTES, part // 9) + row_bytes  # the group's buffer, which is at most an eighth of the tier
-        rows = Directory.capacity_for(max(0, part - moving), row_bytes + 1, self._policy)
-        if rows == 0:
-            raise self._none_fits(self._enough(fixed, self._least_part(row_bytes) / share, len(self._groups) + 1))
+        moving = min(MOVE_BYTES, part // 9) + schema.row_bytes  # the group's buffer: at most an eighth of the tier
+        rows = self._kind.capacity_for(max(0, part - moving), schema.row_bytes)
+        if rows < self._shares.least_rows(schema):
+            raise self._none_fits(
+                [schema], self._enough(fixed, self._least_part(schema) / share, len(self._groups) + 1)
+            )
         return rows
 
     def check_new(self, schemas: Sequence[RowSchema], other_bytes: int) -> None:
-        """Raise TierCapacityError if new DDR tiers of these rows cannot have a row each beside ``other_bytes``."""
-        least = max((self._least_part(schema.row_bytes) / self._share_of(schema) for schema in schemas), default=0)
+        """Raise TierCapacityError unless new DDR tiers of these rows, and those there are, will have what floors keep
+        and a row each beside ``other_bytes``."""
+        least = max((self._least_part(schema) / self._shares.part(schema) for schema in schemas), default=0)
         fixed = self.charged_bytes() - sum(map(_ddr_bytes, self._groups)) + other_bytes
         if schemas and fixed + least > self.limit_bytes - self.limit_bytes // 32:
-            raise self._none_fits(self._enough(fixed, least, len(self._groups) + len(schemas)))
+            raise self._none_fits(schemas, self._enough(fixed, least, len(self._groups) + len(schemas)))
+        for group in self._groups:
+            self._check_floors(group, fixed)
 
-    def _least_part(self, row_bytes: int) -> int:
-        """What a DDR tier of one row needs, and the buffer beside it."""
-        return (self._tier_bytes(1, row_bytes) + row_bytes) * 9 // 8 + 9
+    def _check_floors(self, group: TableGroup, fixed_bytes: int) -> None:
+        """Raise TierCapacityError if a tier does not hold its floors any more; it may be lowered, never raised."""
+        schema, share = group.schema, self._shares.part(group.schema)
+        least = self._shares.least_rows(schema)
+        part = int((self.limit_bytes - fixed_bytes) * share)
+        rows = min(group.tiers[-1].capacity_rows, self._kind.capacity_for(max(0, part), schema.row_bytes))
+        if rows < least and self._shares.floors(schema):
+            tier_bytes = self._tier_bytes(least, schema.row_bytes) / share
+            enough = max(self._enough(fixed_bytes, tier_bytes, len(self._groups)), self.limit_bytes * 9 // 8)
+            raise TierCapacityError(
+                f"min_rows of {listed(list(self._shares.floors(schema)))} are {least - 1} rows together, others need "
+                f"one, but ddr_bytes is {self.limit_bytes}, in which {rows} rows of {schema.row_bytes} bytes have "
+                f"room: lower them, or close the modules of this store and use at least {enough} bytes"
+            )
 
-    def _none_fits(self, enough: int) -> TierCapacityError:
+    def _least_part(self, schema: RowSchema) -> int:
+        """What the smallest DDR tier of such rows needs, and the buffer beside it."""
+        rows = self._shares.least_rows(schema)
+        return (self._tier_bytes(rows, schema.row_bytes) + schema.row_bytes) * 9 // 8 + 9
+
+    def _none_fits(self, schemas: Sequence[RowSchema], enough: int) -> TierCapacityError:
+        names = [name for schema in schemas for name in self._shares.floors(schema)]
+        what = f"the min_rows of {listed(names)} and a row of each kind" if names else "a row of each kind"
         return TierCapacityError(
-            f"ddr_bytes is {self.limit_bytes}, which does not leave room for a row of each kind beside the bookkeeping "
+            f"ddr_bytes is {self.limit_bytes}, which does not leave room for {what} beside the bookkeeping "
             f"and the store's buffers; use at least {enough} bytes, or 0 for no DDR tier"
         )
 
@@ -128,14 +168,13 @@ class HostBudget:
     def bytes_for(self, group: TableGroup, rows: int) -> int:
         """A budget that suffices for a batch that needs so many slots of a group's DDR tier."""
         fixed = self._charged(_Demand({group.number: rows}, rows)) - sum(map(_ddr_bytes, self._groups))
-        tier = self._tier_bytes(rows, group.schema.row_bytes) / self._share_of(group.schema)
+        tier = self._tier_bytes(rows, group.schema.row_bytes) / self._shares.part(group.schema)
         return max(self._enough(fixed, tier, len(self._groups)), self.limit_bytes * 9 // 8)
 
-    def lower_for(self, shares: dict[int, float]) -> None:
-        """Lower the DDR tiers to ``shares`` (by group number) of what they may take; the rest is for new groups."""
+    def lower_for_new(self) -> None:
+        """Lower the DDR tiers to their shares of what tiers may take; the rest is for new groups."""
         for group in self._groups:
-            part = int(self._room(_NOTHING) * shares[group.number])
-            self._lower(group, max(part, self._tier_bytes(1, group.schema.row_bytes)))
+            self._lower(group, int(self._room(_NOTHING) * self._shares.part(group.schema)))
 
     def make_room(self, batches: Sequence[Coming]) -> bool:
         """Fit batches that will be planned one after the other into the budget; whether a tier was lowered.
@@ -181,18 +220,18 @@ class HostBudget:
         return any(lowered)
 
     def _lower(self, group: TableGroup, tier_bytes: int) -> bool:
-        """Lower a tier to so many bytes, one row at least; whether it was above."""
+        """Lower a tier to so many bytes, but not below its floors and a row; whether it was above."""
         tier = group.tiers[-1]
-        rows = Directory.capacity_for(tier_bytes, group.schema.row_bytes + 1, self._policy)
-        if max(1, rows) >= tier.capacity_rows:
+        rows = max(self._shares.least_rows(group.schema), self._kind.capacity_for(tier_bytes, group.schema.row_bytes))
+        if rows >= tier.capacity_rows:
             return False
         group.release_dropped()
-        group.shrink(tier, max(1, rows))
+        group.shrink(tier, rows)
         return True
 
     def _charged(self, demand: _Demand) -> int:
         rows = sum(host_bytes(tier) for group in self._groups for tier in group.tiers)
-        moving = sum(one.staging_bytes(demand.moving.get(one.number, 0)) for one in self._groups)
+        moving = sum(one.moves.staging_bytes(demand.moving.get(one.number, 0)) for one in self._groups)
         return rows + moving + self._store_bytes(demand.inserts)
 
     def _room(self, demand: _Demand) -> int:
@@ -200,9 +239,12 @@ class HostBudget:
         return self.limit_bytes - self._charged(demand) + sum(_ddr_bytes(group) for group in self._groups)
 
     def _least(self, group: TableGroup, batches: Sequence[Coming]) -> int:
-        """What a DDR tier needs: where batches are worked on, the coming rows beside the pinned ones; else one row."""
-        coming = sum(batch.unique for batch in batches if batch.group is group)
-        rows = max(1, coming + group.top.directory.pinned_rows) if group.lower is None else 1
+        """What a DDR tier needs: its floors and a row; where batches are worked on, the coming and the pinned rows
+        beside what floors keep of others."""
+        rows = self._shares.least_rows(group.schema)
+        if group.lower is None:
+            coming = sum(batch.unique - batch.floored for batch in batches if batch.group is group)
+            rows = max(rows, rows - 1 + coming + room.pinned_above_floors(group.top.directory))
         return self._tier_bytes(rows, group.schema.row_bytes)
 
     def _too_narrow(self, group: TableGroup, batches: Sequence[Coming]) -> bool:
@@ -211,7 +253,7 @@ class HostBudget:
         return group.lower is None and unpinned > group.top.directory.room()
 
     def _tier_bytes(self, rows: int, row_bytes: int) -> int:
-        return Directory.bytes_for(rows, self._policy) + rows * (row_bytes + 1)
+        return self._kind.bytes_for(rows) + rows * row_bytes
 
     def _note(self, demand: _Demand) -> None:
         self.peak_bytes = max(self.peak_bytes, self._charged(demand))
@@ -219,13 +261,22 @@ class HostBudget:
     def _too_small(self, batches: Sequence[Coming]) -> TierCapacityError:
         unique, missing = sum(batch.unique for batch in batches), sum(batch.missing for batch in batches)
         fixed = self._charged(_Demand.of(batches)) - sum(map(_ddr_bytes, self._groups))
-        tiers = max(self._least(group, batches) / self._share_of(group.schema) for group in self._groups)
+        tiers = max(self._least(group, batches) / self._shares.part(group.schema) for group in self._groups)
         enough = max(self._enough(fixed, tiers, len(self._groups)), self.limit_bytes * 9 // 8)
         return TierCapacityError(
             f"a batch of {unique} distinct rows, {missing} of them to be brought in, needs {enough} bytes of host "
-            f"memory with the bookkeeping, the store's index and rows held by other forwards, but ddr_bytes is "
-            f"{self.limit_bytes}: raise it to at least that or use smaller batches"
+            f"memory with the bookkeeping, the store's index and rows held by other forwards{self._floors_kept()}, but "
+            f"ddr_bytes is {self.limit_bytes}: raise it to at least that or use smaller batches"
         )
+
+    def _floors_kept(self) -> str:
+        """For messages: the floors, and what their rows take."""
+        kept = {group: self._shares.least_rows(group.schema) - 1 for group in self._groups}
+        names = [name for group in kept for name in self._shares.floors(group.schema)]
+        if not names:
+            return ""
+        size = sum(rows * group.schema.row_bytes for group, rows in kept.items())
+        return f", and {size} for the min_rows of {listed(names)}"
 
 
 def host_bytes(tier: Tier) -> int:

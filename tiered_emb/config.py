@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Literal
@@ -18,6 +18,7 @@ from tiered_emb.init import Initializer, Normal
 Mode = Literal["sum", "mean", "max"]
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 MAX_DIM = 1 << 16
+MAX_SHARES = (1 << 16) - 2  # tables with a floor or a quota: each has a number of 16 bits
 
 _UNITS = {
     "": 1,
@@ -66,6 +67,13 @@ class TierConfig:
         store: where cold rows rest. None keeps them in host memory (outside the budget), a path opens or creates an
             ``LmdbStore`` there (modules naming one path share it and its budget), a ``Store`` is used as it is.
         policy: which rows leave first, by name (``tiered_emb.cache.POLICIES``); both tiers use it.
+        min_rows: floors, by table name: rows that the table keeps in the DDR tier (in the HBM tier, if there is no DDR
+            tier) once it has them, whatever other tables ask for. Names of tables that nobody opens do nothing.
+        max_rows: quotas, by table name: the most rows that the table may have there; it then makes room for its new
+            rows itself.
+        admission: which rows that leave the HBM tier may come into the DDR tier; the others go to the store. "always";
+            "tinylfu" or "tinylfu:N": those that come down at least N times (2) lately; "probability" or
+            "probability:P": a share P (0.5) of those that come down.
         record: a file that is made, into which every look-up that trains records what it asks for, as a trace
             (:mod:`tiered_emb.trace`); None = no recording. It changes no bit.
         record_rate: share of the (table, id) pairs that are recorded, with all their requests.
@@ -75,6 +83,9 @@ class TierConfig:
     ddr_bytes: int | str = "1GiB"
     store: str | os.PathLike[str] | Store | None = None
     policy: str = "lru"
+    min_rows: Mapping[str, int] = field(default_factory=dict, hash=False, kw_only=True)
+    max_rows: Mapping[str, int] = field(default_factory=dict, hash=False, kw_only=True)
+    admission: str = field(default="always", kw_only=True)
     record: str | os.PathLike[str] | None = None
     record_rate: float = 1.0
 
@@ -89,7 +100,29 @@ class TierConfig:
             raise ConfigError(f"policy is {self.policy!r}; expected a name, such as 'lru'")
         if self.hbm_bytes == 0 and self.ddr_bytes == 0:
             raise ConfigError("hbm_bytes and ddr_bytes are both 0: a batch needs a tier to be worked on in")
+        self._check_shares()
+        self._check_admission()
         self._check_record()
+
+    def _check_shares(self) -> None:
+        """Copy floors and quotas, so that they stay what they are."""
+        for what in ("min_rows", "max_rows"):
+            object.__setattr__(self, what, _rows_by_table(what, getattr(self, what)))
+        for name, rows in self.min_rows.items():
+            if rows > self.max_rows.get(name, rows):
+                raise ConfigError(f"min_rows of table {name!r} is {rows}, above its max_rows, {self.max_rows[name]}")
+        if len({*self.min_rows, *self.max_rows}) > MAX_SHARES:
+            raise ConfigError(f"min_rows and max_rows name more than {MAX_SHARES} tables")
+
+    def _check_admission(self) -> None:
+        if not isinstance(self.admission, str):
+            raise ConfigError(f"admission is {self.admission!r}; expected a name, such as 'always'")
+        if self.admission != "always" and not (self.hbm_bytes and self.ddr_bytes):
+            missing = "hbm_bytes" if self.hbm_bytes == 0 else "ddr_bytes"
+            raise ConfigError(
+                f"admission is {self.admission!r}, but {missing} is 0: it says which of the rows that leave an HBM "
+                f"tier may come into a DDR tier, and a batch's rows must all be in the tier they are worked on in"
+            )
 
     def _check_record(self) -> None:
         if not isinstance(self.record, str | os.PathLike | None) or self.record == "":
@@ -152,9 +185,18 @@ class TableConfig:
         object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
 
 
-def _check_name(name: object) -> None:
+def _check_name(name: object, where: str = "") -> None:
     if not isinstance(name, str) or not name or not name.isprintable() or len(name.encode()) > 255:
-        raise ConfigError(f"table name is {name!r}; expected 1 to 255 bytes of printable text")
+        raise ConfigError(f"{where}table name is {name!r}; expected 1 to 255 bytes of printable text")
+
+
+def _rows_by_table(what: str, rows: object) -> dict[str, int]:
+    """A copy, checked."""
+    if not isinstance(rows, Mapping):
+        raise ConfigError(f"{what} is {rows!r}; expected rows by table name, such as {{'users': 1000}}")
+    for name in rows:
+        _check_name(name, f"{what}: ")
+    return {name: _positive(number, f"{what} of table {name!r}", (1 << 31) - 2) for name, number in rows.items()}
 
 
 def _positive(number: object, what: str, largest: int) -> int:

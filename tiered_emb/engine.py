@@ -17,42 +17,37 @@ One thread at a time, the one that plans.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from storage.errors import StoreClosedError
-from storage.heap_store import HeapStore
 from storage.interrupts import Uninterrupted
-from storage.lmdb_store import LmdbStore, StoreConfig
+from storage.lmdb_store import LmdbStore
 from storage.schema import Column, RowSchema, table_number
-from storage.store import Store, TableRef
+from storage.store import TableRef
 from storage.volatile import VolatileStore
 from tiered_emb.budget import Coming, HostBudget
 from tiered_emb.cache import POLICIES, Directory, refusal
-from tiered_emb.cache.directory import MAX_CAPACITY_ROWS
+from tiered_emb.cache.admission import rule_of
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
 from tiered_emb.errors import ConfigError, TierCapacityError
-from tiered_emb.group import MOVE_BYTES, TableGroup
+from tiered_emb.group import TableGroup
 from tiered_emb.metrics import EngineStats, TierStats
+from tiered_emb.moves import MOVE_BYTES
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
-from tiered_emb.tier import Slab, Tier, directory_bytes
+from tiered_emb.shares import Shares, by_number
+from tiered_emb.stores import bytes_of_groups, open_store, place_of
+from tiered_emb.tier import Slab, Tier
 from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
 
-_LEAST_BUFFER_BYTES = 1 << 14  # a Store's write buffer is a sixteenth of the host budget, within these
-_MOST_BUFFER_BYTES = 1 << 24
-_SEGMENT_BYTES = 1 << 18
-_AMPLE_BYTES = 1 << 36  # of a host budget from which on segments may be as large as suits the Store
-_LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored
 _ENGINES: dict[str | int, Engine] = {}
 
 
@@ -71,8 +66,8 @@ class Engine:
     def __init__(self, config: TierConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self._place = _place(config)  # as it was at first: links and the working directory may change
-        self.store, self._owned = _open_store(config)
+        self._place = place_of(config)  # as it was at first: links and the working directory may change
+        self.store, self._owned = open_store(config)
         self.groups: dict[RowSchema, TableGroup] = {}
         self.tables: dict[str, TableRef] = {}
         self.recorder: TraceWriter | None = None
@@ -84,20 +79,19 @@ class Engine:
             if self._owned:
                 self.store.close()
             raise
-        self._shares: dict[RowSchema, int] = {}  # bytes of one row of each table
+        self._shares = Shares(config)
         self._users = 0
         self._workers = WorkerPool(torch.get_num_threads())
         counted = not isinstance(self.store, VolatileStore)
         store_bytes = self.store.memory_after if counted else lambda inserts: 0
-        self._budget = HostBudget(config.ddr_budget_bytes, config.policy, store_bytes, self._share)
+        self._budget = HostBudget(config.ddr_budget_bytes, self._shares, store_bytes)
 
     @classmethod
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:
         """The engine of ``config.store``: the one that is open already, or a new one."""
-        if config.policy not in POLICIES:
-            raise ConfigError(f"policy is {config.policy!r}; {refusal(config.policy)}")
+        _check_names(config)
         device = _row_device(config, device)
-        place = _place(config)
+        place = place_of(config)
         engine = _ENGINES.get(place) if place is not None else None
         if engine is None:
             engine = cls(config, device)
@@ -177,8 +171,9 @@ class Engine:
     ) -> list[tuple[TableGroup, TableRef]]:
         """Open ``tables`` in the Store; each one's group and reference, in order.
 
-        Raises ConfigError for a table that a module uses already or that has another seed, TierCapacityError if the
-        budgets hold no row of one, TraceWriteError, and what the Store raises; the engine is as it was then.
+        Raises ConfigError for a table that a module uses already, that has another seed or a quota above the budget,
+        TierCapacityError if the budgets hold no row of one or not what floors keep, TraceWriteError, and what the Store
+        raises; the engine is as it was then.
         """
         for table in tables:
             if table.name in self.tables:
@@ -188,7 +183,7 @@ class Engine:
                 )
         seeds = self._seeds(tables, seed)
         schemas = [row_schema(table.embedding_dim, rule) for table in tables]
-        before = dict(self._shares)
+        before, groups = self._shares.saved(), dict(self.groups)
         try:
             self._share_among(tables, schemas)
             if self.recorder is not None:
@@ -196,7 +191,10 @@ class Engine:
             refs = [self.store.open_table(table.name, schema) for table, schema in zip(tables, schemas, strict=True)]
             self._make_groups(refs)
         except BaseException:
-            self._shares = before
+            self._shares.restore(before)
+            self.groups = groups
+            self._budget.charge_only(groups.values())
+            self._set_shares()
             raise
         opened = [(self.groups[ref.schema], ref) for ref in refs]
         for table, own, (group, ref) in zip(tables, seeds, opened, strict=True):
@@ -208,43 +206,40 @@ class Engine:
     def _share_among(self, tables: Sequence[TableConfig], schemas: Sequence[RowSchema]) -> None:
         """Give tables that are new here their shares; raises TierCapacityError before the Store hears of them."""
         for table, schema in zip(tables, schemas, strict=True):
-            if not (schema in self.groups and self.groups[schema].serves(table.name)):
-                self._shares[schema] = self._shares.get(schema, 0) + schema.row_bytes
-        new = [schema for schema in self._shares if schema not in self.groups]
+            self._shares.add(table.name, schema)
+        new = [schema for schema in self._shares.schemas if schema not in self.groups]
+        for schema in self._shares.schemas if self.config.hbm_budget_bytes else ():
+            self._shares.hbm_rows(schema, self.groups[schema].top.capacity_rows if schema in self.groups else None)
         if self.config.ddr_budget_bytes:
-            self._budget.check_new(new, self._bytes_beside_new() + self._store_bytes_of(len(new)))
+            widest = max((schema.row_bytes for schema in self._shares.schemas), default=0)
+            store_bytes = bytes_of_groups(self.store, len(self.groups), len(new), widest)
+            self._budget.check_new(new, self._bytes_beside_new() + store_bytes)
 
     def _bytes_beside_new(self) -> int:
         """Host memory that groups which are not made yet will take beside their DDR tiers, for their HBM tiers."""
         if not self.config.hbm_budget_bytes:
             return 0
-        rows = {schema: self._hbm_rows(schema) for schema in self._shares if schema not in self.groups}
+        rows = {schema: self._shares.hbm_rows(schema) for schema in self._shares.schemas if schema not in self.groups}
         return sum(
-            directory_bytes(count, self.config.policy)
+            self._shares.kinds["hbm"].bytes_for(count)
             + schema.row_bytes
             + min(MOVE_BYTES, count * schema.row_bytes // 8)
             for schema, count in rows.items()
         )
 
-    def _store_bytes_of(self, new: int) -> int:
-        """What our Store will take for so many new groups: its write buffer, or segments of each group beyond it."""
-        if not isinstance(self.store, LmdbStore):
-            return 0
-        sizes = self.store.config
-        first = sizes.compact_bytes_per_s != 0 and not self.groups
-        compaction = sizes.write_buffer_bytes * 5 // 8 if first else 0  # what it fills and commits
-        widest = max((schema.row_bytes for schema in self._shares), default=0)
-        segments = 3 * (len(self.groups) + new) * sizes.filled_for(widest) * 5 // 4
-        return compaction + max(_LEAST_INDEX_BYTES * new, segments - self.store.memory_after(0))
-
-    def _share(self, schema: RowSchema) -> float:
-        return self._shares[schema] / sum(self._shares.values())
-
     def _make_groups(self, refs: Sequence[TableRef]) -> None:
+        self._set_shares()
         self._divide()
         for ref in refs:
             if ref.schema not in self.groups:
                 self._add_group(ref)
+        self._set_shares()
+
+    def _set_shares(self) -> None:
+        """Tell the groups the floors and quotas of their tables."""
+        for schema, group in self.groups.items():
+            floors, quotas = self._shares.floors(schema), self._shares.quotas(schema)
+            group.tiers[-1].directory.set_shares(by_number(floors), by_number(quotas))
 
     @contextmanager
     def room_for(self, batches: Sequence[tuple[TableGroup, IdBatch]]) -> Iterator[None]:
@@ -252,15 +247,10 @@ class Engine:
 
         Raises TierCapacityError, with nothing changed, if the budgets are too small for them.
         """
-        if self.config.hbm_budget_bytes:
-            for group in {id(group): group for group, _ in batches}.values():
+        for group in {id(group): group for group, _ in batches}.values():
+            if group.top.name == "hbm" or group.top.directory.owners is not None:
                 group.check_room([batch for one, batch in batches if one is group])
-        while self._budget.make_room(
-            [
-                Coming(group, group.count_missing(batch), len(batch.ids), group.count_unpinned(batch))
-                for group, batch in batches
-            ]
-        ):
+        while self._budget.make_room([Coming.of(group, batch) for group, batch in batches]):
             pass
         self._budget.settled = True
         try:
@@ -347,15 +337,15 @@ class Engine:
     def _add_group(self, ref: TableRef) -> None:
         schema, tiers = ref.schema, []
         if self.config.hbm_budget_bytes:
-            rows = self._hbm_rows(schema)
+            rows = self._shares.hbm_rows(schema)
             tiers.append(self._new_tier("hbm", rows, schema, self.device))
         if self.config.ddr_budget_bytes:
-            share = self._shares[schema] / sum(self._shares[one] for one in self._shares if one not in self.groups)
-            rows = self._budget.rows_for(schema.row_bytes, self._bytes_beside_new(), share)
+            new = [one for one in self._shares.schemas if one not in self.groups]
+            rows = self._budget.rows_for(schema, self._bytes_beside_new(), self._shares.part(schema, new))
             tiers.append(self._new_tier("ddr", rows, schema, torch.device("cpu")))
         self.groups[schema] = group = TableGroup(ref.group, schema, self.store, tiers, self._workers)
         if self.config.hbm_budget_bytes:
-            group.top_bytes = lambda rows: self._hbm_bytes(schema, rows)
+            group.top_bytes = lambda rows: self._shares.hbm_bytes(schema, rows)
         else:
             group.top_bytes = lambda rows: self._budget.bytes_for(group, rows)
         self._budget.join(group)
@@ -363,7 +353,8 @@ class Engine:
     def _new_tier(self, name: str, rows: int, schema: RowSchema, device: torch.device) -> Tier:
         dim = schema.columns[0].width
         try:
-            return Tier(name, Directory(rows, self.config.policy), Slab(rows, dim, schema.row_bytes // 4 - dim, device))
+            slab = Slab(rows, dim, schema.row_bytes // 4 - dim, device)
+            return Tier(name, Directory(rows, self.config.policy), slab, self._shares.kinds[name])
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise TierCapacityError(
                 f"{name}_bytes asks for {rows} rows of {schema.row_bytes} bytes and their bookkeeping, which the "
@@ -371,34 +362,30 @@ class Engine:
                 f"{'this machine' if name == 'ddr' else device}"
             ) from error
 
-    def _hbm_rows(self, schema: RowSchema) -> int:
-        part = self.config.hbm_budget_bytes * self._shares[schema] // sum(self._shares.values())
-        if part < schema.row_bytes:
-            raise TierCapacityError(
-                f"hbm_bytes is {self.config.hbm_budget_bytes}, of which {part} go to rows of {schema.row_bytes} bytes: "
-                f"not one fits; use at least {self._hbm_bytes(schema, 1)} bytes, or 0 for no HBM tier"
-            )
-        return min(part // schema.row_bytes, MAX_CAPACITY_ROWS)
-
-    def _hbm_bytes(self, schema: RowSchema, rows: int) -> int:
-        """The budget whose part for rows of this schema holds so many."""
-        return -(-rows * schema.row_bytes * sum(self._shares.values()) // self._shares[schema])
-
     def _divide(self) -> None:
         """Lower the tiers of groups that now share their budgets with new ones."""
-        total = sum(self._shares.values())
-        for schema, group in self.groups.items():
-            if self.config.hbm_budget_bytes and self._hbm_rows(schema) < group.top.capacity_rows:
+        for schema, group in self.groups.items() if self.config.hbm_budget_bytes else ():
+            rows = self._shares.hbm_rows(schema, group.top.capacity_rows)
+            if rows < group.top.capacity_rows:
                 group.release_dropped()
-                group.shrink(group.top, self._hbm_rows(schema))
+                group.shrink(group.top, rows)
         if self.config.ddr_budget_bytes:
-            shares = {group.number: self._shares[schema] / total for schema, group in self.groups.items()}
-            self._budget.lower_for(shares)
+            self._budget.lower_for_new()
 
 
 def row_schema(dim: int, rule: RowRule) -> RowSchema:
     """What a row of ``dim`` floats holds under ``rule``: the weight, then the rule's state."""
     return RowSchema((Column("weight", "float32", dim), *rule.state_columns(dim)))
+
+
+def _check_names(config: TierConfig) -> None:
+    """Raise ConfigError for a policy or a rule of admission that there is none of."""
+    if config.policy not in POLICIES:
+        raise ConfigError(f"policy is {config.policy!r}; {refusal(config.policy)}")
+    try:
+        rule_of(config.admission, 1)
+    except ValueError as error:
+        raise ConfigError(f"admission is {config.admission!r}; {error}") from None
 
 
 def _row_device(config: TierConfig, device: torch.device | None) -> torch.device:
@@ -407,24 +394,3 @@ def _row_device(config: TierConfig, device: torch.device | None) -> torch.device
     if device is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _place(config: TierConfig) -> str | int | None:
-    """What tells two engines' Stores apart; None = a Store of the module's own."""
-    if config.store is None:
-        return None
-    return os.path.realpath(config.store) if isinstance(config.store, str | os.PathLike) else id(config.store)
-
-
-def _open_store(config: TierConfig) -> tuple[Store, bool]:
-    """The configured Store, and whether it is ours to close."""
-    if config.store is None:
-        return HeapStore(), True
-    if not isinstance(config.store, str | os.PathLike):
-        return config.store, False
-    buffer = max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, config.ddr_budget_bytes // 16))
-    small = max(_LEAST_BUFFER_BYTES // 2, min(_SEGMENT_BYTES, buffer // 32))  # every group fills some of its own
-    segment = None if config.ddr_budget_bytes >= _AMPLE_BYTES else small
-    rate = 0 if buffer == _LEAST_BUFFER_BYTES else None  # a tiny budget has no room for compaction's buffers
-    sizes = StoreConfig(segment_bytes=segment, write_buffer_bytes=buffer, compact_bytes_per_s=rate)
-    return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True

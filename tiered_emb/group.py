@@ -11,7 +11,8 @@
     group.release(plan)                                 unpin
 
 The group is the only one that knows all tiers and the Store, and the only one that moves rows between them. One top
-tier is worked on; a lower tier, where there is one, takes the top's victims and hands rows back up. Invariants:
+tier is worked on; a lower tier, where there is one, takes those of the top's victims that it lets in and hands rows
+back up. Invariants:
 
 - A slot pinned by a live plan is never a victim, and never moves.
 - A row has one authoritative place: the top tier, else the lower tier, else :mod:`tiered_emb.cold`.
@@ -28,9 +29,8 @@ Shapes: N ids, U unique ids, M missing rows, V victims, D dimension, K state wid
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,20 +39,20 @@ from numpy.typing import NDArray
 from storage.interrupts import Uninterrupted
 from storage.schema import RowSchema
 from storage.store import Store
+from tiered_emb.cache import Shortage, room
 from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gradients
 from tiered_emb.kernels import batch as batch_kernels
+from tiered_emb.moves import Moves
 from tiered_emb.optim import RowRule
-from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers, Victims
+from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers
 from tiered_emb.reading import pool_rows, read_rows
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
 
-MOVE_BYTES = 1 << 18  # rows move between tiers through a buffer of about this size
 _WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
-_VICTIM_BYTES = 32  # a Directory's arrays of victims, which grow by doubling: 16 bytes each
 
 
 class TableGroup:
@@ -63,9 +63,11 @@ class TableGroup:
         schema: of every row: weight, then optimizer state.
         tiers: top first; one or two.
         cold: the rows that no tier holds.
+        moves: what rows move through.
         top_bytes: budget of the top tier, by name, in which this group has so many slots; for messages.
-        make_room: asked before each plan with (missing rows, unique rows); shrinks tiers so that what the batch stages
-            and what the Store may grow by stays within the budget. Returns whether any tier shrank.
+        make_room: asked before each plan with (missing rows, unique rows, those of them that floors keep); shrinks
+            tiers so that what the batch stages and what the Store may grow by stays within the budget. Returns whether
+            any tier shrank.
     """
 
     def __init__(self, number: int, schema: RowSchema, store: Store, tiers: list[Tier], workers: WorkerPool) -> None:
@@ -73,14 +75,13 @@ class TableGroup:
         self.schema = schema
         self.tiers = tiers
         self.cold = ColdRows(store, number, schema)
+        self.moves = Moves(tiers, self.cold, schema.row_bytes)
         self.top_bytes: Callable[[int], int] = lambda rows: rows * schema.row_bytes
-        self.make_room: Callable[[int, int], bool] = lambda missing, unique: False
+        self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
         self._workers = workers
         self._deduper = batch_kernels.Deduper()
         self._scratch = Scratch()  # of a batch's positions
-        self._staging = Scratch()  # of rows on the move; counts against the host budget
         self._plans = 0
-        self._most_missing = 0
         self._dropped: deque[Slots] = deque()
 
     @property
@@ -103,19 +104,6 @@ class TableGroup:
         """D + K: floats of a whole row."""
         return self.schema.row_bytes // 4
 
-    def staging_bytes(self, missing: int) -> int:
-        """Most host memory that moving rows takes once a batch that misses ``missing`` rows has been planned."""
-        most = max(missing, self._most_missing)
-        return (most + self._move_rows) * self.schema.row_bytes + most * _VICTIM_BYTES * len(self.tiers)
-
-    @property
-    def _move_rows(self) -> int:
-        return max(1, min(MOVE_BYTES // self.schema.row_bytes, self.tiers[0].capacity_rows // 8))
-
-    def serves(self, name: str) -> bool:
-        """Whether the table has been added, by a module that may be closed by now."""
-        return any(table.name == name for table in self.cold.tables.values())
-
     def add_table(self, table: Table) -> None:
         """Serve this table too, or a table that a closed module had, with another initializer perhaps."""
         known = self.cold.tables.get(table.number)
@@ -137,23 +125,26 @@ class TableGroup:
     def plan(self, batch: IdBatch) -> Plan:
         """Decide which slot each unique id gets, which rows come from where and which leave; no row moves.
 
-        Raises TierCapacityError, with nothing changed, if the batch does not fit beside the plans that are alive.
+        Raises TierCapacityError if the batch does not fit beside the plans that are alive; nothing is planned then, and
+        no row is lost, though tiers may have been lowered.
         """
         self.release_dropped()
+        if self.top.directory.owners is not None:  # what no tier of any size would do for is refused before any shrinks
+            self.check_room([batch])
         slots, missing = self._find(batch)
         top = self.top
         top.directory.pin(slots if len(missing) == 0 else slots[slots >= 0])
-        if len(missing) > top.directory.room():
+        if len(missing) and (short := room.shortage(top.directory, batch.tables[missing])):
             top.directory.unpin(slots[slots >= 0])
-            raise self._too_small(len(batch.ids), len(missing))
-        self._row_buffer(len(missing))  # no memory for it: better now than with the slots promised
+            raise self._too_small(len(batch.ids), short)
+        self.moves.row_buffer(len(missing))  # no memory for it: better now than with the slots promised
         plan = self._admit(batch, slots, missing)
         plan.pin = Pin(plan.slots, self._dropped)
         return plan
 
     def fetch(self, plan: Plan) -> Rows:
         """The missing rows (M, D + K), each from its authoritative place; valid until the next fetch."""
-        rows, from_lower = self._row_buffer(len(plan.missing)), len(plan.lower_from)
+        rows, from_lower = self.moves.row_buffer(len(plan.missing)), len(plan.lower_from)
         if self.lower is not None:
             self.lower.read(plan.lower_from, rows[:from_lower])
         outside = plan.missing[from_lower:]
@@ -234,9 +225,15 @@ class TableGroup:
 
     def check_room(self, batches: Sequence[IdBatch]) -> None:
         """Raise TierCapacityError unless the top tier has room for the rows of all ``batches``, of different tables."""
-        need = sum(map(self.count_unpinned, batches))
-        if need > self.top.directory.room():
-            raise self._too_small(sum(len(batch.ids) for batch in batches), need)
+        self.release_dropped()
+        directory, new, kept = self.top.directory, [], []
+        for batch in batches:
+            slots = np.empty(len(batch.ids), np.int32)
+            directory.find(batch.tables, batch.ids, slots)
+            new.append(batch.tables[slots < 0])
+            kept.append(directory.slot_tables[directory.unpinned(slots[slots >= 0])])
+        if short := room.shortage(directory, np.concatenate(new), np.concatenate(kept)):
+            raise self._too_small(sum(len(batch.ids) for batch in batches), short)
 
     def peek(self, batch: IdBatch) -> torch.Tensor:
         """The pooled rows (B, D) without a trace: nothing admitted, no policy, counter or pin changed."""
@@ -263,27 +260,35 @@ class TableGroup:
             first = 0
             while first < tier.capacity_rows:  # which falls when the Store's index grows at the tier's cost
                 window = tier.dirty[first : min(first + _WINDOW_ROWS, tier.capacity_rows)]
-                for slots in self._chunks((first + np.flatnonzero(window)).astype(np.int32)):
+                for slots in self.moves.chunks((first + np.flatnonzero(window)).astype(np.int32)):
                     self._write_back(tier, slots)
                 first += _WINDOW_ROWS
+                if first >= tier.capacity_rows and tier.dirty.any():
+                    first = 0  # rows that floors keep got slots of a lowered tier that had been looked through
 
     def _write_back(self, tier: Tier, slots: Slots) -> None:
         """Hand the rows of ``slots`` to the Store, which may need room for the first time it sees them."""
         with Uninterrupted(), suppress(TierCapacityError):  # for want of room in memory nothing is kept from the disk
-            while self.make_room(len(slots), 0):
+            while self.make_room(len(slots), 0, 0):
                 pass
         directory, slots = tier.directory, slots[slots < tier.capacity_rows]
-        rows = self._moving(tier, slots)
+        slots = slots[tier.dirty[slots]]  # others may have the rows of a lowered tier that floors keep
+        rows = self.moves.copied(tier, slots)
         if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows):
             raise error
         tier.dirty[slots] = False
 
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
-        """Lower a tier's capacity; rows without room leave for the Store. Raises what the Store raises, after that."""
+        """Lower a tier's capacity; rows without room leave for the Store, those that floors keep excepted. Raises what
+        the Store raises, after that."""
         gone = tier.shrink(capacity_rows)
-        error = self._write_victims(tier, gone, np.flatnonzero(gone.dirty))
+        lacking = np.flatnonzero(room.lacking(tier.directory, gone.tables))
+        kept = np.zeros(len(gone.ids), np.bool_)
+        kept[lacking] = room.fitting(tier.directory, gone.tables[lacking])
+        error = self.moves.to_store(tier, gone, np.flatnonzero(gone.dirty & ~kept))
+        error = self.moves.bring_back(tier, gone.part(kept)) or error
         tier.discard()
-        self._staging.drop("moving")  # its size follows the tier's
+        self.moves.tier_shrank()
         if error is not None:
             raise error
 
@@ -293,8 +298,8 @@ class TableGroup:
         while True:
             found = self.top.directory.find(batch.tables, batch.ids, slots)
             missing = np.flatnonzero(slots < 0).astype(np.int32) if found < len(slots) else np.empty(0, np.int32)
-            if not self.make_room(len(missing), len(slots)):
-                self._most_missing = max(self._most_missing, len(missing))
+            if not self.make_room(len(missing), len(slots), room.floors_in(self.top.directory, batch.tables)):
+                self.moves.most_missing = max(self.moves.most_missing, len(missing))
                 return slots, missing
 
     def _admit(self, batch: IdBatch, slots: Slots, missing: Slots) -> Plan:
@@ -331,23 +336,28 @@ class TableGroup:
         self._admit_victims(plan, lower)
 
     def _admit_victims(self, plan: Plan, lower: Tier) -> None:
+        """Give the top tier's victims slots in the lower tier; those that it does not let in go past it."""
         victims = plan.victims
-        past = max(0, len(victims.slots) - lower.capacity_rows)  # the oldest go past a lower tier that is too small
-        if past == len(victims.slots):
-            return
-        counts = np.ones(len(victims.slots) - past, np.int32)
-        to = victims.lower_slots[past:]
-        plan.lower_victims = lower.admit(victims.tables[past:], victims.ids[past:], counts, to)
-        lower.dirty[to] = victims.dirty[past:]
+        here = np.flatnonzero(lower.lets_in(victims.tables, victims.ids))
+        if len(here):
+            to, counts = np.empty(len(here), np.int32), np.ones(len(here), np.int32)
+            plan.lower_victims = lower.admit(victims.tables[here], victims.ids[here], counts, to)
+            victims.lower_slots[here] = to
+            lower.dirty[to] = victims.dirty[here]
 
-    def _too_small(self, unique: int, missing: int) -> TierCapacityError:
+    def _too_small(self, unique: int, short: Shortage) -> TierCapacityError:
         top = self.top
-        pinned = unique - missing + top.directory.pinned_rows
-        need = unique + top.directory.pinned_rows
+        if short.table is not None:
+            name = self.cold.tables[short.table].name
+            return TierCapacityError(
+                f"the batch and other plans need {short.rows} rows of table {name!r} at once in the {top.name} tier, "
+                f"but its max_rows is {short.limit}: raise it to that or use smaller batches"
+            )
+        floors = "" if top.directory.owners is None else f", min_rows keep {room.floor_rows(top.directory)} for tables"
         return TierCapacityError(
             f"the batch has {unique} distinct rows of {self.schema.row_bytes} bytes and other plans hold "
-            f"{pinned - (unique - missing)}, but the {top.name} tier has room for {top.capacity_rows}; "
-            f"it needs {self.top_bytes(need)} bytes: raise {top.name}_bytes to that or use smaller batches"
+            f"{top.directory.pinned_rows}{floors}, but the {top.name} tier has room for {top.capacity_rows}; "
+            f"it needs {self.top_bytes(short.rows)} bytes: raise {top.name}_bytes to that or use smaller batches"
         )
 
     def _move_victims(self, plan: Plan) -> None:
@@ -355,44 +365,21 @@ class TableGroup:
         victims, gone = plan.victims, plan.lower_victims
         error = None
         if self.lower is not None:
-            error = self._write_victims(self.lower, gone, np.flatnonzero(gone.dirty))
-        past = victims.lower_slots < 0
-        error = self._write_victims(self.top, victims, np.flatnonzero(past & victims.dirty)) or error
+            error = self.moves.to_store(self.lower, gone, np.flatnonzero(gone.dirty))
+        error = (
+            self.moves.to_store(self.top, victims, np.flatnonzero((victims.lower_slots < 0) & victims.dirty)) or error
+        )
         if self.lower is not None:
-            for part in self._chunks(np.flatnonzero(~past)):
-                self.lower.write(victims.lower_slots[part], self._moving(self.top, victims.slots[part]))
+            self.moves.down(self.top, self.lower, victims)
         if error is not None:
             raise error
-
-    def _write_victims(self, tier: Tier, victims: Victims, which: NDArray[np.intp]) -> Exception | None:
-        """Hand some of a tier's victims to the Store; its last error, after all of them were written or kept."""
-        error = None
-        for part in self._chunks(which):
-            rows = self._moving(tier, victims.slots[part])
-            tier.counters.add("write_backs", victims.tables[part])
-            error = self.cold.write(victims.tables[part], victims.ids[part], rows) or error
-        return error
 
     def _take_back(self, plan: Plan) -> None:
         """Undo the plan of a batch whose cold rows could not be read: victims leave as planned, rows from the lower
         tier are kept, and the slots meant for the cold rows are free again."""
-        rows, from_lower = self._row_buffer(len(plan.missing)), len(plan.lower_from)
+        rows, from_lower = self.moves.row_buffer(len(plan.missing)), len(plan.lower_from)
         with suppress(Exception):  # rows that were not taken are among the cold ones; the error to report is another
             self._move_victims(plan)
         self.top.write(plan.slots[plan.missing[:from_lower]], rows[:from_lower])
         self.release(plan)
         self.top.remove(plan.slots[plan.missing[from_lower:]])
-
-    def _row_buffer(self, rows: int) -> Rows:
-        """Where the missing rows of a batch come together; the same memory until a larger batch is planned."""
-        return self._staging.take("rows", (rows, self.row_width), np.float32)
-
-    def _moving(self, tier: Tier, slots: Slots) -> Rows:
-        """The rows of ``slots``, copied to the buffer that rows move through; valid until the next call."""
-        rows = self._staging.take("moving", (len(slots), self.row_width), np.float32)
-        tier.read(slots, rows)
-        return rows
-
-    def _chunks(self, items: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        step = self._move_rows
-        return (items[i : i + step] for i in range(0, len(items), step))

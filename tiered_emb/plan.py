@@ -161,6 +161,12 @@ class Victims:
         """Rows that have no tier below to go to, so far."""
         return cls(slots, tables, ids, dirty, np.full(len(slots), -1, np.int32))
 
+    def part(self, which: NDArray[np.bool_] | slice) -> Victims:
+        """Some of them."""
+        return Victims(
+            self.slots[which], self.tables[which], self.ids[which], self.dirty[which], self.lower_slots[which]
+        )
+
     @classmethod
     def none(cls) -> Victims:
         """No row leaves."""

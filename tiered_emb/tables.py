@@ -19,6 +19,7 @@ from torch import nn
 from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
 from storage.store import TableRef
+from tiered_emb.cache import room
 from tiered_emb.config import TableConfig, TierConfig, as_int
 from tiered_emb.engine import Engine
 from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError, TraceError
@@ -213,7 +214,7 @@ class TieredTables(nn.Module):
                 f"({len(wanted)}, {table.embedding_dim}), a row for each id"
             )
         weights = values.detach().to("cpu", torch.float32).numpy()
-        chunk = max(1, min(_chunk_rows(group), group.top.capacity_rows // 4))
+        chunk = max(1, min(_chunk_rows(group), room.most_at_once(group.top.directory, ref.number) // 4))
         for first in range(0, len(wanted), chunk):
             _overwrite(group, ref, wanted[first : first + chunk], weights[first : first + chunk])
 

@@ -13,6 +13,7 @@ Shapes: S slots, D dimension, K state width, N rows.
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 
 from storage.memory import zeros
 from tiered_emb import kernels
-from tiered_emb.cache import Directory
+from tiered_emb.cache import Directory, room
+from tiered_emb.cache.admission import admission_bytes, rule_of
+from tiered_emb.cache.sizes import most_rows
 from tiered_emb.metrics import RowCounters
 from tiered_emb.plan import Ids, Rows, Slots, TableNumbers, Victims
 
@@ -63,19 +66,45 @@ def _discard(memory: mmap.mmap | None, first_byte: int) -> None:
         memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
 
 
+@dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """What a tier knows of its rows, and the host memory that takes.
+
+    Attributes:
+        policy: which rows leave first, by name.
+        shares: tables that may have a floor or a quota.
+        admission: which rows come in from above: see `tiered_emb.cache.admission.rule_of`.
+    """
+
+    policy: str
+    shares: int = 0
+    admission: str = "always"
+
+    def bytes_for(self, rows: int) -> int:
+        """Most bytes for so many slots, dirty bits included, victims' arrays left out."""
+        return Directory.bytes_for(rows, self.policy, self.shares) + admission_bytes(self.admission, rows) + rows
+
+    def capacity_for(self, budget_bytes: int, row_bytes: int) -> int:
+        """Most slots, 0 included, that fit in a budget with their rows."""
+        return most_rows(budget_bytes, row_bytes, lambda rows: rows * row_bytes + self.bytes_for(rows))
+
+
 class Tier:
     """One Directory and one slab.
 
     Attributes:
         name: "hbm" or "ddr".
         directory: which (table, id) lies in which slot.
+        admission: which of the rows that come down from a tier above may come in.
         slab: the rows.
         dirty: (S,) bool, rows that differ from the Store's.
         counters: rows that hit, missed, left and were written back, by table.
     """
 
-    def __init__(self, name: str, directory: Directory, slab: Slab) -> None:
+    def __init__(self, name: str, directory: Directory, slab: Slab, kind: Bookkeeping | None = None) -> None:
         self.name = name
+        self._kind = Bookkeeping(directory.policy_name) if kind is None else kind
+        self.admission = rule_of(self._kind.admission, directory.capacity_rows)
         self.directory = directory
         self.slab = slab
         self.kernels = kernels.for_device(slab.device)
@@ -90,7 +119,7 @@ class Tier:
     @property
     def directory_bytes(self) -> int:
         """Most host memory of the bookkeeping, its victims' arrays left out."""
-        return directory_bytes(self.capacity_rows, self.directory.policy_name)
+        return self._kind.bytes_for(self.capacity_rows)
 
     @property
     def slab_bytes(self) -> int:
@@ -128,8 +157,16 @@ class Tier:
         self.counters.add("evictions", victims.tables)
         self.counters.add("rows", tables)
         self.counters.add("rows", victims.tables, -1)
-        self.dirty[slots] = False
+        self.dirty[gone] = self.dirty[slots] = False  # a row at its quota leaves its slot free
         return victims
+
+    def lets_in(self, tables: TableNumbers, ids: Ids) -> NDArray[np.bool_]:
+        """Which of absent rows (N,) that come down, oldest first, may come in; the rule of admission counts all."""
+        allowed = np.empty(len(ids), np.bool_)
+        self.admission.admits(tables, ids, np.ones(len(ids), np.int32), allowed)
+        coming = np.flatnonzero(allowed)
+        allowed[coming] = room.fitting(self.directory, tables[coming])
+        return allowed
 
     def remove(self, slots: Slots) -> None:
         """Free unpinned slots (N,), whose rows go elsewhere or are forgotten."""
@@ -138,13 +175,15 @@ class Tier:
         self.dirty[slots] = False
 
     def shrink(self, capacity_rows: int) -> Victims:
-        """Drop to ``capacity_rows``; the rows that had to leave, still in the slab until :meth:`discard`.
+        """Drop to ``capacity_rows``; the rows that had to leave, still in the slab until :meth:`discard`. Those that
+        floors keep are among them.
 
         Requires: no slot at or above ``capacity_rows`` is pinned.
         """
         gone = self.directory.resize(capacity_rows)
         self.counters.add("evictions", gone.tables)
         self.counters.add("rows", gone.tables, -1)
+        self.admission.resize(capacity_rows)
         dirty, victims = self.dirty, Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
         self.dirty = zeros(capacity_rows, np.bool_)
         self.dirty[:] = dirty[:capacity_rows]
@@ -153,11 +192,6 @@ class Tier:
     def discard(self) -> None:
         """Give back the memory above the capacity."""
         self.slab.discard_from(self.capacity_rows)
-
-
-def directory_bytes(capacity_rows: int, policy: str) -> int:
-    """Most host memory of a tier's bookkeeping: its Directory, victims' arrays left out, and the dirty bits."""
-    return Directory.bytes_for(capacity_rows, policy) + capacity_rows
 
 
 def row_bytes(slab: Slab) -> int:

@@ -26,6 +26,7 @@ from tiered_emb import (
     TieredEmbeddingBagCollection,
     Uniform,
 )
+from tiered_emb.cache import POLICIES
 
 EDGES = [-(2**63), -5, -1, 0, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1]
 ROOT = Path(__file__).parents[2]
@@ -285,7 +286,7 @@ def test_case_13_options_of_one_table_leave_another_alone() -> None:
         assert second(other).tobytes() == plain.tobytes()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("step", [1, 8, 2**20, 2**32])
 def test_case_22_as_many_ids_as_rows_evict_nothing(policy: str, step: int) -> None:
     rows = 1000

@@ -25,21 +25,21 @@ from tiered_emb import (
     TieredEmbeddingBag,
     TieredEmbeddingBagCollection,
 )
-from tiered_emb.cache import Directory
+from tiered_emb.cache import POLICIES, Directory
 from tiered_emb.cold import Table
 from tiered_emb.engine import row_schema
 from tiered_emb.group import TableGroup
 from tiered_emb.plan import Bags
-from tiered_emb.tier import Slab, Tier
+from tiered_emb.tier import Bookkeeping, Slab, Tier
 from tiered_emb.workers import WorkerPool
 
 SIZES = [0, 1, 7, 1023]
 
 
-def group_of(top_rows: int, lower_rows: int, store: Any, policy: str = "lru") -> TableGroup:
+def group_of(top_rows: int, lower_rows: int, store: Any, policy: str = "lru", admission: str = "always") -> TableGroup:
     ref = store.open_table("t", row_schema(3, RowwiseAdagrad(0.1)))
     tiers = [
-        Tier(name, Directory(rows, policy), Slab(rows, 3, 1, torch.device("cpu")))
+        Tier(name, Directory(rows, policy), Slab(rows, 3, 1, torch.device("cpu")), Bookkeeping(policy, 1, admission))
         for name, rows in (("hbm", top_rows), ("ddr", lower_rows))
         if rows
     ]
@@ -49,8 +49,11 @@ def group_of(top_rows: int, lower_rows: int, store: Any, policy: str = "lru") ->
 
 
 def batch_of(group: TableGroup, ids: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
-    ends = torch.arange(len(ids) + 1)
-    return group.dedupe(ids, ends.numpy()[[0, -1]], np.array([table_number("t")], np.uint32), Bags(ends, None, "sum"))
+    return group.dedupe(ids, np.array([0, len(ids)]), np.array([table_number("t")], np.uint32), one_a_bag(len(ids)))
+
+
+def one_a_bag(ids: int) -> Bags:
+    return Bags(torch.arange(ids + 1), None, "sum")
 
 
 def add_one(group: TableGroup, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -146,18 +149,26 @@ def host_memory(bag: TieredEmbeddingBag) -> int:
     """What is really allocated, counted from the arrays."""
     total = 0
     for group in bag._engine.groups.values():
-        total += group._staging.memory_bytes
+        total += group.moves.memory_bytes
         for tier in group.tiers:
-            total += tier.directory.memory_bytes + tier.capacity_rows
+            total += tier.directory.memory_bytes + tier.admission.memory_bytes + tier.capacity_rows
             total += tier.slab_bytes if tier.name == "ddr" else 0
     return total
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("hbm", [0, "8KiB"])
-def test_case_24_the_budget_holds_in_the_middle_of_a_step(hbm: int | str, policy: str) -> None:
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    ("hbm", "more"),
+    [
+        (0, {}),
+        ("8KiB", {}),
+        (0, {"min_rows": {"embedding": 100}, "max_rows": {f"table {i}": 9 for i in range(100)}}),
+        ("8KiB", {"max_rows": {"embedding": 500}, "admission": "tinylfu:1"}),
+    ],
+)
+def test_case_24_the_budget_holds_in_the_middle_of_a_step(hbm: int | str, more: dict[str, Any], policy: str) -> None:
     store, limit = Watched(), 100_000
-    tiers = TierConfig(hbm, limit, store, policy)
+    tiers = TierConfig(hbm, limit, store, policy, **more)
     with TieredEmbeddingBag(None, 4, mode="sum", tiers=tiers, optimizer=RowwiseAdagrad(0.1), seed=1) as bag:
         store.bag = bag
         rng = np.random.default_rng(2)
@@ -167,8 +178,21 @@ def test_case_24_the_budget_holds_in_the_middle_of_a_step(hbm: int | str, policy
             assert host_memory(bag) <= limit
             for tier in bag.stats().tiers:
                 assert tier.bytes <= tier.peak_bytes <= tier.capacity_bytes
+            assert host_memory(bag) <= tier.bytes
         assert 0 < store.seen <= limit
         assert bag.stats().tiers[-1].evictions > 0
+
+
+@pytest.mark.parametrize("admission", ["always", "tinylfu", "probability:0.1"])
+@pytest.mark.parametrize("rows", [1, 100, 50_000])
+def test_case_24_floors_and_admission_count(rows: int, admission: str) -> None:
+    kind = Bookkeeping("lru", 1, admission)
+    tier = Tier("ddr", Directory(rows, max_rows={7: 1}), Slab(rows, 3, 1, torch.device("cpu")), kind)
+    held = tier.directory.memory_bytes + tier.admission.memory_bytes + tier.dirty.nbytes
+    assert held <= tier.directory_bytes <= held + 100 + 3 * 4096  # whole pages, and the like
+    fits = kind.capacity_for(rows * 60, 16)
+    assert kind.bytes_for(fits) + 16 * fits <= rows * 60 or fits == 0
+    assert kind.bytes_for(fits + 1) + 16 * (fits + 1) > rows * 60
 
 
 def test_case_24_the_index_of_the_store_counts(tmp_path: object) -> None:
@@ -213,10 +237,17 @@ class Failing(MemoryStore):
         super().put(rows, data)
 
 
-@pytest.mark.parametrize("lower_rows", [0, 5, 40])
-def test_a_full_store_stops_training_and_loses_nothing(lower_rows: int) -> None:
+BELOW = [(0, "always"), (5, "always"), (40, "always"), (40, "probability:0.5"), (40, "tinylfu")]
+
+
+@pytest.mark.parametrize(("lower_rows", "admission"), BELOW)
+def test_a_full_store_stops_training_and_loses_nothing(lower_rows: int, admission: str) -> None:
     store = Failing()
-    group, rng, expected = group_of(20, lower_rows, store), np.random.default_rng(3), initial(np.arange(200))
+    group, rng, expected = (
+        group_of(20, lower_rows, store, "lru", admission),
+        np.random.default_rng(3),
+        initial(np.arange(200)),
+    )
     tables = np.full(200, table_number("t"), np.uint32)
     refused = 0
     for step in range(120):
@@ -240,10 +271,14 @@ def test_a_full_store_stops_training_and_loses_nothing(lower_rows: int) -> None:
     assert all(np.array_equal(stored[row_id], expected[row_id]) for row_id in stored)
 
 
-@pytest.mark.parametrize("lower_rows", [0, 5, 40])
-def test_a_read_that_fails_changes_no_row(lower_rows: int) -> None:
+@pytest.mark.parametrize(("lower_rows", "admission"), BELOW)
+def test_a_read_that_fails_changes_no_row(lower_rows: int, admission: str) -> None:
     store = Failing()
-    group, rng, expected = group_of(20, lower_rows, store), np.random.default_rng(4), initial(np.arange(200))
+    group, rng, expected = (
+        group_of(20, lower_rows, store, "lru", admission),
+        np.random.default_rng(4),
+        initial(np.arange(200)),
+    )
     tables = np.full(200, table_number("t"), np.uint32)
     failed = 0
     for step in range(120):
@@ -262,6 +297,39 @@ def test_a_read_that_fails_changes_no_row(lower_rows: int) -> None:
         expected[ids] += 1
     assert failed > 5
     assert group.top.directory.pinned_rows == 0
+
+
+@pytest.mark.parametrize("changed", ["t", "u"])
+def test_rows_may_change_places_while_they_are_written_back(changed: str) -> None:
+    """The tier is lowered in the middle, and rows that floors keep get slots that were looked through already, or those
+    of changed rows. What was not changed is not written."""
+    group = group_of(0, 40, HeapStore())
+    other = group.cold._store.open_table("u", group.schema)
+    group.add_table(Table("u", other.number, Normal(), 5))
+    group.top.directory.set_shares({table_number("t"): 30}, {})
+    us = group.dedupe(np.arange(10), np.array([0, 10]), np.array([other.number], np.uint32), one_a_bag(10))
+    for name, batch in (("u", us), ("t", batch_of(group, np.arange(30)))):
+        plan = group.prepare(batch)
+        if name == changed:
+            group.overwrite(plan, group.read_rows(batch.tables, batch.ids) + 1)
+        group.release(plan)
+    calls = iter([False, True])  # at the second of chunks of five rows
+
+    def make_room(missing: int, unique: int, floored: int) -> bool:
+        if next(calls, False) and group.top.capacity_rows == 40:
+            group.shrink(group.top, 32)
+        return False
+
+    group.make_room = make_room
+    group.write_back()
+    assert group.top.capacity_rows == 32
+    assert not group.top.dirty.any()
+    numbers = [int(number) for rows, _ in group.cold._store.scan(group.number) for number in rows.tables]
+    assert numbers == [table_number(changed)] * len(numbers)
+    stored = {int(row_id): row for ids, rows in group_rows(group) for row_id, row in zip(ids, rows, strict=True)}
+    assert sorted(stored) == list(range(30 if changed == "t" else 10))
+    expected = group.read_rows(np.full(len(stored), table_number(changed), np.uint32), np.arange(len(stored)))
+    assert all(np.array_equal(stored[row_id], row) for row_id, row in enumerate(expected))
 
 
 def test_closing_over_a_full_store_can_be_tried_again() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +86,7 @@ class Job:
         self.settings = settings
         self.stream = stream
         self.tables = tables_of(settings, stream)
+        _check_shares(settings, [table.name for table in self.tables])
         self._console = console
         self._stop = stop
 
@@ -231,3 +232,10 @@ def _refuse_rows(bags: TieredEmbeddingBagCollection, path: Path) -> None:
             f"{path} already holds {counted(rows, 'row')}; a run starts from untrained rows, because the MLPs that "
             f"go with stored ones were not kept: name a new or empty directory with --store, or remove this one"
         )
+
+
+def _check_shares(settings: Settings, tables: Sequence[str]) -> None:
+    """Raise ConfigError for a floor or a quota of a table that the data does not have."""
+    for option, rows in (("--min-rows", settings.min_rows), ("--max-rows", settings.max_rows)):
+        if unknown := sorted(rows.keys() - set(tables)):
+            raise ConfigError(f"{option} names table {unknown[0]!r}; expected one of {', '.join(tables)}")

@@ -95,13 +95,18 @@ def check_target(target: str) -> None:
 
 
 def write_json(report: Report, target: str) -> None:
-    """To the file ``target``, replaced as a whole. Raises ConfigError where it cannot be written."""
-    part = Path(f"{target}.{os.getpid()}.tmp")
+    """To the file ``target``, replaced as a whole; links stay, and a device or a pipe is written to. Raises ConfigError
+    where it cannot be written."""
+    file, text = Path(os.path.realpath(target)), json.dumps(report.to_json(), indent=2) + "\n"
+    whole = not file.exists() or file.is_file()
+    part = Path(f"{file}.{os.getpid()}.tmp") if whole else file
     try:
-        part.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-        part.replace(target)
+        part.write_text(text, encoding="utf-8")
+        if whole:
+            part.replace(file)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        if whole:
+            part.unlink(missing_ok=True)
         raise ConfigError(f"--json {target} cannot be written: {error.strerror or error}") from error
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tiered_emb.cache import POLICIES, refusal
+from tiered_emb.cache.admission import rule_of
 from tiered_emb.config import TierConfig, parse_bytes
 from tiered_emb.errors import ConfigError
 from tiered_emb.optim import RULES, RowRule
@@ -37,6 +39,9 @@ class TrainOptions:
     json: str | None = None
     record: str | None = None
     record_rate: float = 1.0
+    min_rows: Sequence[str] = ()
+    max_rows: Sequence[str] = ()
+    admission: str = "always"
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ class Settings:
     threads: int
     record: str | None
     record_rate: float
+    min_rows: dict[str, int]
+    max_rows: dict[str, int]
+    admission: str
 
     def rule(self) -> RowRule:
         """The row rule. Raises ConfigError on a learning rate that makes no sense."""
@@ -64,7 +72,17 @@ class Settings:
 
     def tiers(self, store: Path) -> TierConfig:
         """Budgets over the store at ``store``."""
-        return TierConfig(self.hbm_bytes, self.ddr_bytes, store, self.policy, self.record, self.record_rate)
+        return TierConfig(
+            self.hbm_bytes,
+            self.ddr_bytes,
+            store,
+            self.policy,
+            self.record,
+            self.record_rate,
+            min_rows=self.min_rows,
+            max_rows=self.max_rows,
+            admission=self.admission,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Option -> what it was."""
@@ -90,6 +108,10 @@ def decide(options: TrainOptions) -> Settings:
     defaults = _DEFAULTS.get(options.data, _ON_FILES)
     if options.policy not in POLICIES:
         raise ConfigError(f"--policy is {options.policy!r}; {refusal(options.policy)}")
+    try:
+        rule_of(options.admission, 1)
+    except ValueError as error:
+        raise ConfigError(f"--admission is {options.admission!r}; {error}") from None
     _check_choice("--optimizer", options.optimizer, RULES)
     lr = DEFAULT_LR.get(options.optimizer, 0.01) if options.lr is None else options.lr
     if not 0 <= options.seed < 1 << 63:
@@ -111,10 +133,28 @@ def decide(options: TrainOptions) -> Settings:
         threads=_positive("--threads", options.threads, 1024),
         record=options.record,
         record_rate=options.record_rate,
+        min_rows=_rows_by_table("--min-rows", options.min_rows),
+        max_rows=_rows_by_table("--max-rows", options.max_rows),
+        admission=options.admission,
     )
     settings.rule()
     settings.tiers(Path("unused"))
     return settings
+
+
+def _rows_by_table(option: str, given: Sequence[str]) -> dict[str, int]:
+    """What ``NAME=ROWS`` say, one or more to an option."""
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, rows = text.rpartition("=")
+        if not name or not rows.isascii() or not rows.isdigit() or len(rows) > 18:
+            raise ConfigError(f"{option} is {text!r}; expected a table and a number of rows, such as C1=1000")
+        if name in found:
+            raise ConfigError(
+                f"{option} is given twice for table {name!r}, {found[name]} and {rows} rows; give one of them"
+            )
+        found[name] = int(rows)
+    return found
 
 
 def _positive(option: str, number: int, largest: int) -> int:

@@ -25,6 +25,7 @@ from tiered_emb import (
     TieredEmbeddingBagCollection,
 )
 from tiered_emb.testing import DenseOracle
+from tiered_emb.tier import Slab
 
 
 def ids_of(*ids: int) -> torch.Tensor:
@@ -198,3 +199,29 @@ def test_a_forward_of_several_look_ups_keeps_the_room_made_for_it(tmp_path: Path
         batch = JaggedIds.from_dict({"a": (torch.arange(988), ids_of(988)), "b": (torch.arange(1062), ids_of(1062))})
         (bags(batch)["a"].sum() + 0).backward()
         assert bags.stats().tiers[0].peak_bytes <= 1_900_000
+
+
+@pytest.mark.parametrize("budget", [{"ddr_bytes": "256KiB"}, {"hbm_bytes": "64KiB", "ddr_bytes": 0}])
+def test_a_module_that_could_not_be_made_leaves_no_group_behind(
+    budget: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses the second of its two groups; the first one would keep a part of the budget for nobody."""
+    tiers, asked = TierConfig(store=MemoryStore(), **budget), []
+
+    def slab(*args: Any) -> Slab:
+        asked.append(args)
+        if len(asked) == 2:
+            raise MemoryError("not so much")
+        return Slab(*args)
+
+    with make(tiers) as bag:
+        bag(ids_of(1), ids_of(0)).sum().backward()
+        monkeypatch.setattr("tiered_emb.engine.Slab", slab)
+        with pytest.raises(TierCapacityError, match="not so much"):
+            TieredEmbeddingBagCollection([TableConfig("a", None, 8), TableConfig("b", None, 12)], tiers=tiers)
+        assert [group.dim for group in bag._engine.groups.values()] == [4]
+        with TieredEmbeddingBag(None, 16, mode="sum", tiers=tiers, name="wide", optimizer=SGD(1.0)) as wide:
+            wide(ids_of(*range(50)), ids_of(0)).sum().backward()
+            assert all(tier.bytes <= tier.peak_bytes <= tier.capacity_bytes for tier in wide.stats().tiers)
+        with pytest.raises(TierCapacityError, match="or use smaller batches"):
+            bag(torch.arange(100_000), ids_of(0))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,6 +82,14 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--hbm-bytes", "-5"], "--hbm-bytes is '-5'; expected"),
         (["--hbm-bytes", "0", "--ddr-bytes", "0"], "--hbm-bytes and --ddr-bytes are both 0"),
         (["--policy", "mru"], f"--policy is 'mru'; expected one of {', '.join(sorted(POLICIES))}"),
+        (["--admission", "some"], "--admission is 'some'; expected one of always, tinylfu, probability, or with a"),
+        (["--admission", "tinylfu"], "--admission is 'tinylfu', but --hbm-bytes is 0: it says which of the rows"),
+        (["--min-rows", "C1"], "--min-rows is 'C1'; expected a table and a number of rows, such as C1=1000"),
+        (["--min-rows", "C1=7", "--min-rows", "C1=8"], "--min-rows is given twice for table 'C1', 7 and 8 rows"),
+        (["--min-rows", "C1=0"], "--min-rows of table 'C1' is 0; expected an integer from 1"),
+        (["--max-rows", "C1=5", "--min-rows", "C1=6"], "--min-rows of table 'C1' is 6, above its --max-rows, 5"),
+        (["--max-rows", "C99=5"], "--max-rows names table 'C99'; expected one of C1, C2"),
+        (["--max-rows", "C1=100000000"], "--max-rows of table 'C1' is 100000000, but --ddr-bytes is 268435456"),
         (["--optimizer", "lion"], f"--optimizer is 'lion'; expected one of {', '.join(sorted(RULES))}"),
         (["--lr", "nan"], "RowwiseAdagrad: --lr is nan"),
         (["--record", "a", "--record-rate", "1.5"], "--record-rate is 1.5; expected a share of the ids"),
@@ -219,7 +229,7 @@ def test_the_package_is_the_command() -> None:
 def test_help_names_every_option() -> None:
     text = CliRunner().invoke(main, ["train", "--help"]).stdout
     options = TrainOptions.__dataclass_fields__
-    assert len(options) == 16
+    assert len(options) == 19
     for option in options:
         assert f"--{option.replace('_', '-')} " in text
 
@@ -244,3 +254,45 @@ def test_criteo_sample_through_three_tiers(require_shared: Callable[[str], Path]
         assert found[-1]["auc"] >= 0.72
     assert found[0]["losses_sha256"] == found[1]["losses_sha256"]
     assert found[0]["rows_sha256"] == found[1]["rows_sha256"]
+
+
+def test_floors_quotas_and_admission_change_no_bit(clicks: Path, tmp_path: Path) -> None:
+    hashes = set()
+    for more in ([], ["--min-rows", "C1=20", "--min-rows", "C2=5", "--max-rows", "C3=90", "--admission", "tinylfu:3"]):
+        budgets = ["--hbm-bytes", "256KiB", "--ddr-bytes", "2MiB", "--store", tmp_path / f"rows{len(more)}"]
+        result = train("--data", clicks, *budgets, *more, "--check", "dense", "--json", "-")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout.splitlines()[-1])
+        assert report["dense_check"] == "identical"
+        hashes.add(report["rows_sha256"])
+    assert len(hashes) == 1
+    assert report["settings"]["min_rows"] == {"C1": 20, "C2": 5}
+    assert report["settings"]["max_rows"] == {"C3": 90}
+    assert report["settings"]["admission"] == "tinylfu:3"
+
+
+def test_the_report_is_not_written_over_what_is_read_or_recorded(clicks: Path, tmp_path: Path) -> None:
+    before, trace = clicks.read_bytes(), tmp_path / "asked.trace"
+    for options in (["--json", clicks], ["--record", trace, "--json", trace]):
+        result = train("--data", clicks, *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "would be written over" in result.stderr
+    assert clicks.read_bytes() == before
+    assert not trace.exists()
+
+
+def test_a_report_to_a_device_or_a_link_leaves_it_what_it_is(clicks: Path, tmp_path: Path) -> None:
+    """Renamed over /dev/null it made a file of it, for every program of the machine."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "report.json")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert train("--data", clicks, "--json", pipe).exit_code == 0
+        assert json.loads(os.read(reader, 1 << 20))["settings"]
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert train("--data", clicks, "--json", link).exit_code == 0
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "report.json").read_text())["settings"]

@@ -1,0 +1,98 @@
+"""Moves: how rows of a group get from one place to another - through two buffers of bounded size, which the host budget
+counts. What goes where is decided by :mod:`tiered_emb.group`.
+
+One thread at a time.
+
+Shapes: N rows, D dimension, K state width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_emb.cold import ColdRows
+from tiered_emb.plan import Rows, Slots, Victims
+from tiered_emb.scratch import Scratch
+from tiered_emb.tier import Tier
+
+MOVE_BYTES = 1 << 18  # rows move between tiers through a buffer of about this size
+_VICTIM_BYTES = 32  # a Directory's arrays of victims, which grow by doubling: 16 bytes each
+
+
+class Moves:
+    """See the module's docstring.
+
+    Attributes:
+        most_missing: the most rows that a batch has brought in so far.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], cold: ColdRows, row_bytes: int) -> None:
+        self.most_missing = 0
+        self._tiers = tiers
+        self._cold = cold
+        self._row_bytes = row_bytes
+        self._buffers = Scratch()
+
+    def staging_bytes(self, missing: int) -> int:
+        """Most host memory that moving rows takes once a batch that misses ``missing`` rows has been planned."""
+        most = max(missing, self.most_missing)
+        return (most + self._move_rows) * self._row_bytes + most * _VICTIM_BYTES * len(self._tiers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the buffers hold now."""
+        return self._buffers.memory_bytes
+
+    @property
+    def _move_rows(self) -> int:
+        return max(1, min(MOVE_BYTES // self._row_bytes, self._tiers[0].capacity_rows // 8))
+
+    def row_buffer(self, rows: int) -> Rows:
+        """Where the missing rows of a batch come together; the same memory until a larger batch is planned."""
+        return self._buffers.take("rows", (rows, self._row_bytes // 4), np.float32)
+
+    def copied(self, tier: Tier, slots: Slots) -> Rows:
+        """The rows (N, D + K) of ``slots`` (N,), no more than a chunk; valid until the next call."""
+        rows = self._buffers.take("moving", (len(slots), self._row_bytes // 4), np.float32)
+        tier.read(slots, rows)
+        return rows
+
+    def chunks(self, items: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """``items`` in parts that may move at once."""
+        step = self._move_rows
+        return (items[i : i + step] for i in range(0, len(items), step))
+
+    def tier_shrank(self) -> None:
+        """Let go of the buffer whose size follows the tier's."""
+        self._buffers.drop("moving")
+
+    def to_store(self, tier: Tier, victims: Victims, which: NDArray[np.intp]) -> Exception | None:
+        """Hand some of a tier's victims to the Store; its last error, after all of them were written or kept."""
+        error = None
+        for part in self.chunks(which):
+            rows = self.copied(tier, victims.slots[part])
+            tier.counters.add("write_backs", victims.tables[part])
+            error = self._cold.write(victims.tables[part], victims.ids[part], rows) or error
+        return error
+
+    def down(self, tier: Tier, lower: Tier, victims: Victims) -> None:
+        """Copy a tier's victims to the slots that the lower tier has given them."""
+        for part in self.chunks(np.flatnonzero(victims.lower_slots >= 0)):
+            lower.write(victims.lower_slots[part], self.copied(tier, victims.slots[part]))
+
+    def bring_back(self, tier: Tier, rows: Victims) -> Exception | None:
+        """Give rows that had to leave a tier which has just shrunk other slots in it. What leaves for them goes to the
+        Store, whose last error is returned."""
+        error, step = None, max(1, min(self._move_rows, self.most_missing))  # no more victims at once than of a batch
+        tier.counters.add("evictions", rows.tables, -1)
+        for part in (rows.part(slice(first, first + step)) for first in range(0, len(rows.ids), step)):
+            to, counts = np.empty(len(part.ids), np.int32), np.ones(len(part.ids), np.int32)
+            gone = tier.admit(part.tables, part.ids, counts, to)
+            error = self.to_store(tier, gone, np.flatnonzero(gone.dirty)) or error
+            tier.write(to, self.copied(tier, part.slots))
+            tier.dirty[to] = part.dirty
+        return error
