@@ -49,6 +49,7 @@ class Writer:
         self._wanted_compaction: FullCompaction | None = None
         self._waiting = 0  # threads that wait for a commit
         self._begun = self._ended = 0  # commits that were tried
+        self._stated = 0  # the last of them that made the state which was wanted
         self._maintenance = Maintenance(parts.lock, self._work, f"tiered-emb store {parts.path}")
         keep_freed(parts.config.write_buffer_bytes // 2)  # LMDB's copy of what it commits
         self.committer.recover()
@@ -140,9 +141,14 @@ class Writer:
         self._make_state(kept)
 
     def _make_state(self, note: bytes) -> None:
-        before, self._wanted_note = self.state.number, note
+        """Have a state made of all that there is now, with this note. Raises as `open_buffer`.
+
+        Not any state that comes will do: one may be under way for an earlier call, with its note and without the rows
+        that were put since it began.
+        """
+        tried, self._wanted_note = self._begun + 1, note
         try:
-            self._await_commit(lambda: self.state.number > before)
+            self._await_commit(lambda: self._stated >= tried)
         finally:
             self._wanted_note = None
 
@@ -260,6 +266,8 @@ class Writer:
             self.committer.commit(note)
         except StoreFullError as error:
             return error
+        if note is not None:
+            self._stated = self._begun
         self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
         return None
 

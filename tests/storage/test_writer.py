@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from storage import LmdbStore, RowIds, StoreConfig, StoreConfigError, StoreForkedError, StoreFullError, TableRef
+from storage.row_log.committer import Committer
 from storage.row_log.compaction import Compactor
 from storage.row_log.log import Commit, RowLog
 from storage.row_log.places import COUNT
@@ -54,7 +55,59 @@ class FullOnce:
         monkeypatch.setattr(RowLog, "commit", commit)
 
 
+class StateUnderWay:
+    """A state for the flush before is still under way when the next flush begins, and ends while that one waits."""
+
+    def __init__(self, store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.flushed_again, self.returned = Event(), Event(), Event()
+        self.states = self.calls = 0
+        writer = store._session.writer
+        assert writer is not None
+        await_commit, write = writer._await_commit, Committer._write
+
+        def slow_write(committer: Committer, batch: Any) -> None:
+            self.states += batch.state is not None
+            if self.states == 2:
+                self.begun.set()
+                with store._session.lock:
+                    store._session.lock.notify_all()
+                assert self.flushed_again.wait(30)
+            elif self.states == 3:  # a flush that takes the second state for its own returns now
+                self.returned.wait(0.5)
+            write(committer, batch)
+
+        def wait(done: Any) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                self.flushed_again.set()
+            await_commit(done)
+            if self.calls == 1:  # the maintenance thread is in its next round before this one goes on
+                writer._maintenance.ask()
+                assert store._session.lock.wait_for(self.begun.is_set, 30)
+
+        monkeypatch.setattr(Committer, "_write", slow_write)
+        monkeypatch.setattr(writer, "_await_commit", wait)
+
+
 class TestFlush:
+    @pytest.mark.parametrize("durability", ["commit", "snapshot"])
+    def test_a_state_for_an_earlier_flush_acknowledges_no_later_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+    ) -> None:
+        store = LmdbStore(tmp_path / "s", durability=durability, config=CONFIG)  # type: ignore[arg-type]
+        table = store.open_table("t", schema_of(8))
+        put(store, table, np.arange(50), 1)
+        under_way = StateUnderWay(store, monkeypatch)
+        store.flush(b"one")
+        put(store, table, np.arange(50, 100), 2)
+        store.flush(b"two")
+        assert store.note == b"two"
+        under_way.returned.set()
+        store.abandon()  # as its death would
+        with LmdbStore(tmp_path / "s", durability=durability, config=CONFIG) as store:  # type: ignore[arg-type]
+            assert store.note == b"two"
+            assert set(read(store, RowIds.of(table, np.arange(50, 100)), 32)) == {bytes([2] * 32)}
+
     def test_one_that_returns_has_made_its_state_although_others_asked_meanwhile(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
