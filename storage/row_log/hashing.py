@@ -20,10 +20,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from storage.row_log.raw import load64
-from storage.row_log.xxh3 import LONG_BYTES, xxh3
+from storage.row_log.xxh3 import LONG_BYTES, PRIMES, xxh3
 
-_P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
-_P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
+_P1, _P2, _P3, _P4, _P5 = (np.uint64(prime) for prime in PRIMES)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ONE, _BITS = np.uint64(1), np.uint64(64)

@@ -260,7 +260,6 @@ class Writer:
         with self._of.lock:
             self._begun += 1
             note, failed = self._wanted_note, self._failure is not None
-            self._wanted_note = None  # the next round owes nobody a state
         if failed:
             return None
         try:

@@ -22,6 +22,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LONG_BYTES = 241  # the least count
+PRIMES = (  # of XXH64 too
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
 
 _Value: TypeAlias = Any  # llvmlite is untyped
 _LANES, _STRIPE_BYTES, _BLOCK_STRIPES = 8, 64, 16
@@ -34,8 +41,7 @@ _SECRET = bytes.fromhex(
 )
 _WORDS = [int.from_bytes(_SECRET[at : at + 8], "little") for at in range(0, len(_SECRET), 8)]
 _P32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-_P64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
-_LANES_AT_FIRST = (_P32[2], *_P64[:4], _P32[1], _P64[4], _P32[0])
+_LANES_AT_FIRST = (_P32[2], *PRIMES[:4], _P32[1], PRIMES[4], _P32[0])
 _AVALANCHE = 0x165667919E3779F9
 
 _I32, _I64, _I128 = ir.IntType(32), ir.IntType(64), ir.IntType(128)
@@ -83,11 +89,14 @@ class _Steps:
     def key(self, at: int) -> _Value:
         """64 bytes of the seeded secret from byte `at` on."""
         b, (first, rest) = self._builder, divmod(at, 8)
-        low, high = (
-            b.add(_vector(_WORDS[word : word + _LANES]), self.signed[word % 2])
-            for word in (first, first + bool(rest))  # if it begins at a word, there is no next one
-        )
-        return b.or_(b.lshr(low, _all(8 * rest)), b.shl(high, _all(64 - 8 * rest))) if rest else low
+        if not rest:
+            return self._words(first)
+        low, high = b.lshr(self._words(first), _all(8 * rest)), b.shl(self._words(first + 1), _all(64 - 8 * rest))
+        return b.or_(low, high)
+
+    def _words(self, first: int) -> _Value:
+        """Eight words of the seeded secret."""
+        return self._builder.add(_vector(_WORDS[first : first + _LANES]), self.signed[first % 2])
 
     def take_in(self, lanes: _Value, address: _Value, key: _Value) -> _Value:
         """Lanes and a stripe: each word is added to the lane beside its own, and a product of its halves to its own."""
@@ -105,7 +114,7 @@ class _Steps:
     def merge(self, lanes: _Value, count: _Value) -> _Value:
         """The hash (i64): both halves of the product of each two lanes, added up and mixed."""
         b = self._builder
-        keyed, h = b.xor(lanes, self.key(_MERGE_AT)), b.mul(count, _number(_P64[0]))
+        keyed, h = b.xor(lanes, self.key(_MERGE_AT)), b.mul(count, _number(PRIMES[0]))
         for lane in range(0, _LANES, 2):
             pair = [b.zext(b.extract_element(keyed, ir.Constant(_I32, one)), _I128) for one in (lane, lane + 1)]
             product = b.mul(*pair)

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -19,6 +20,7 @@ from storage.row_log.compaction import Compactor
 from storage.row_log.log import Commit, RowLog
 from storage.row_log.places import COUNT
 from storage.row_log.segment import SegmentHeader
+from storage.row_log.writer import Writer
 from storage.testing import contents, read, schema_of
 from tests.storage.test_session import fork
 
@@ -91,6 +93,29 @@ class StateUnderWay:
 
 
 class TestFlush:
+    def test_a_full_disk_that_has_room_again_before_the_flush_wakes_leaves_it_waiting_for_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, table = made(tmp_path / "s")
+        put(store, table, np.arange(50), 9)
+        work = Writer._work
+
+        def two_rounds(writer: Writer) -> float | None:
+            with store._session.lock:  # nobody wakes up between the two
+                work(writer)
+                return work(writer)
+
+        FullOnce(monkeypatch)
+        writer = store._session.writer
+        assert writer is not None
+        monkeypatch.setattr(writer._maintenance, "_work", partial(two_rounds, writer))
+        flushing = Thread(target=store.flush, args=(b"two",), daemon=True)
+        flushing.start()
+        flushing.join(30)
+        assert not flushing.is_alive(), "the flush waits for a state that nobody makes"
+        assert store.note == b"two"
+        store.close()
+
     @pytest.mark.parametrize("durability", ["commit", "snapshot"])
     def test_a_state_for_an_earlier_flush_acknowledges_no_later_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from storage.memory import zeros
 from tiered_emb.cache import probing
 from tiered_emb.cache.arrays import ArrayPolicy, Arrays, resized
-from tiered_emb.cache.owners import Owners, check_quotas, check_shares
+from tiered_emb.cache.owners import Owners, Positions, check_quotas, check_shares
 from tiered_emb.cache.policy import POLICIES, policy_of
 from tiered_emb.cache.replay import replay
 from tiered_emb.cache.saved import policy_arrays, saved_arrays, saved_rows
@@ -182,14 +182,15 @@ class Directory:
             raise ValueError(
                 f"{n} rows cannot be admitted: {self.room()} of {self.capacity_rows} slots are without a pin"
             )
-        evicted = self._make_room(tables, ids) if self.owners is None else self._make_room_within(tables, ids)
+        owners = None if self.owners is None else self.owners.of(tables)
+        evicted = self._make_room(tables, ids) if owners is None else self._make_room_within(tables, ids, owners)
         used = evicted.slots[: max(0, n - (self.capacity_rows - self.rows))]
         probing.place_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, used, tables, ids, slots)
         if len(used) < len(evicted.slots):  # of a table at its quota
             probing.free_slots(self.slot_ids, self._ledger, evicted.slots[len(used) :])
         self._policy.insert(slots, tables, ids, counts, self._codes[:n])
-        if self.owners is not None:
-            self.owners.enter(slots, self.owners.of(tables), counted=True)
+        if self.owners is not None and owners is not None:
+            self.owners.enter(slots, owners, counted=True)
         return Admission(slots, len(evicted.slots), evicted.slots, evicted.tables, evicted.ids)
 
     def replay(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], missed: NDArray[np.bool_]) -> int:
@@ -247,7 +248,7 @@ class Directory:
         self._policy.resize(capacity_rows)
         if self.owners is not None:
             self.owners.leave(leaving)
-            self.owners.resize(capacity_rows, self.capacity_rows)
+            self.owners.resize(capacity_rows)
         self._move_to(capacity_rows, occupied[: len(occupied) - len(leaving)])
         return gone
 
@@ -328,10 +329,9 @@ class Directory:
         assert chosen == len(slots), f"policy {self.policy_name} gave {chosen} victims of {len(slots)}"
         return self._take_out(slots)
 
-    def _make_room_within(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Evicted:
+    def _make_room_within(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], owners: Positions) -> Evicted:
         """The same within floors and quotas: tables at their quota give up rows of their own first."""
         assert self.owners is not None
-        owners = self.owners.of(tables)
         if short := self.owners.shortage(owners):
             whose = "there are" if short.table is None else f"table {short.table} may have"
             raise ValueError(

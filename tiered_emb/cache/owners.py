@@ -157,10 +157,11 @@ class Owners:
         """Count the pinned rows anew, by the pins of every slot (S,)."""
         self.pinned[:] = self._count(self.of_slot[pins > 0])
 
-    def resize(self, capacity_rows: int, slot_count: int) -> None:
+    def resize(self, capacity_rows: int) -> None:
         """Slots at and above the new capacity lost their rows already."""
+        before = len(self.of_slot)
         self.of_slot = resized(self.of_slot, capacity_rows)
-        self.of_slot[slot_count:] = _NOBODY
+        self.of_slot[before:] = _NOBODY
 
     def clear(self) -> None:
         """No slot has a row."""
