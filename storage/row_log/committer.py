@@ -30,8 +30,9 @@ from storage.row_log.log import Commit
 from storage.row_log.manifest import INDEX_NAME
 from storage.row_log.parts import Parts
 from storage.row_log.places import COUNT, NUMBER
+from storage.row_log.raw import address_of
 from storage.row_log.recovery import LAST_EPOCH, open_log
-from storage.row_log.segment import SegmentHeader, read_header
+from storage.row_log.segment import SegmentHeader, is_whole_at, read_header
 from storage.row_log.state import State
 from storage.row_log.write_buffer import WriteBuffer
 
@@ -187,7 +188,7 @@ class Committer:
             moved_bytes=before.moved_bytes + sum(len(image) for _, buffer, image in sealed if buffer.moved),
             live_rows=sum(group.index.rows for group in groups),
             live_bytes=sum(group.index.rows * group.row_bytes for group in groups),
-            segment_bytes=sum(int(group.segment_bytes().sum()) for group in groups),
+            segment_bytes=sum(group.bytes_in_use()[0] for group in groups),
             file_bytes=self._of.log.disk_bytes,
         )
 
@@ -207,7 +208,7 @@ class Committer:
         """Whether dead segments wait for a state that no flush makes."""
         if self._of.to_state:
             return False
-        return sum(int(group.segment_bytes()[group.dead_slots()].sum()) for group in self._of.groups) > _DEAD_BYTES
+        return sum(group.bytes_of(group.dead_slots()) for group in self._of.groups) > _DEAD_BYTES
 
     def _retire_dead(self, number: int) -> None:
         """Have what no longer is needed at a state deleted, as soon as no reader can be in it."""
@@ -221,11 +222,12 @@ class Committer:
 
     def _read_back(self, batch: _Batch) -> list[tuple[SegmentHeader, int]]:
         """Headers, verified, and addresses of the segments just committed."""
-        committed = []
+        numbers, where, committed = [buffer.number for _, buffer, _ in batch.sealed], str(self._of.path), []
         with self._of.log.reading() as txn:
-            for _, buffer, _ in batch.sealed:
-                segment = self._of.log.segment(txn, buffer.number)
-                committed.append((read_header(segment, buffer.number, str(self._of.path)), segment.ctypes.data))
+            for number, segment in zip(numbers, self._of.log.some_segments(txn, numbers), strict=True):
+                address = address_of(segment)
+                header = read_header(segment, number, where, whole=is_whole_at(address, number))
+                committed.append((header, address))
         return committed
 
     def _publish(self, batch: _Batch, committed: list[tuple[SegmentHeader, int]]) -> None:

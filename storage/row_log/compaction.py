@@ -1,8 +1,6 @@
 """Compaction: segments of which little is live give their live rows to new segments, and go.
 
-Which segments: those with the best ratio of what they give back to what they cost, older ones first (the cost-benefit
-rule of Rosenblum and Ousterhout, "The design and implementation of a log-structured file system", SOSP '91): with
-`u` the share of a segment that is needed, (1 - u) * age / (1 + u). When: as soon as segments take more than
+Which segments: `row_log.victims`. When: as soon as segments take more than
 `max_space_ratio` times the live rows' bytes, less what a few commits need until the pages of dead segments are free
 again. Rows are stored with 16 bytes of checksum and id at most, so narrow ones cannot keep to a ratio near 1: at least
 half of what the ratio allows beyond 1 is always allowed beyond the stored bytes. How much: what brings space back under
@@ -41,10 +39,11 @@ from storage.row_log.committer import Committer
 from storage.row_log.gather import SEGMENT_FULL
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.hidden import Hidden, hidden_by
-from storage.row_log.move import move_rows, verify_rows
+from storage.row_log.move import count_tombstones, move_rows, verify_rows
 from storage.row_log.pages import ask_for
 from storage.row_log.parts import Parts
-from storage.row_log.places import COUNT, IDS, LIVE, MAX_SLOTS, NUMBER, ROWS
+from storage.row_log.places import COUNT, IDS, MAX_SLOTS, NUMBER, ROWS
+from storage.row_log.victims import Victim, best_victims
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -53,37 +52,12 @@ _BLOCK_ROWS = 2048  # moved under one hold of the lock
 _ROUND_BYTES = 16 << 20
 _LEAST_SEGMENTS = 8  # a store of fewer full segments is left alone
 _GAPS = 0.04  # of the file lie between segments, too small for one
-_WORTHWHILE = 0.95  # greatest share of a segment that may be needed for it to be moved
 _ROWS_A_TOMBSTONE = 8
 _LEAST_TOMBSTONES = 4096
 _CHOSEN = 8  # victims at a time
 _BREATH_S = 1e-4  # between two rounds, in which others get at the lock
 _PAUSE_S = 0.05  # between two looks at a budget that is used up
 _PATIENCE_S = 0.1  # with readers that keep committed buffers in memory
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A segment to be moved; its slot may be another's by the time its turn comes."""
-
-    group: GroupRows
-    slot: int
-    number: int
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the segment still has this slot. Requires: the lock, or the thread that deletes segments."""
-        return int(self.group.segments.lines[self.slot, NUMBER]) == self.number
-
-    @property
-    def has_tombstones(self) -> bool:
-        """Whether tombstones of it are still needed. Requires: the lock."""
-        return bool(self.group.segments.lines[self.slot, COUNT] >> 32)
-
-    @property
-    def bytes(self) -> int:
-        """About how many bytes it takes."""
-        return int(self.group.segment_bytes()[self.slot])
 
 
 @dataclass(slots=True)
@@ -139,9 +113,7 @@ class Compactor:
         used = allowed = 0
         ratio = self._of.config.max_space_ratio
         for group in self._of.groups:
-            lines = group.segments.lines
-            needed = (lines[:, LIVE] > 0) | (lines[:, COUNT] >> 32 > 0)
-            used += int(group.segment_bytes()[needed].sum())
+            used += group.bytes_in_use()[1]
             of_row = max(ratio * group.row_bytes, (1 + ratio) / 2 * (group.stride + 8))
             allowed += int(of_row * group.index.rows)
         least = _LEAST_SEGMENTS * max([self._of.log.page_bytes, *(group.filled_bytes for group in self._of.groups)])
@@ -157,27 +129,7 @@ class Compactor:
 
     def _victims(self, epoch: int, most: int, *, every: bool = False) -> list[Victim]:
         """Segments worth moving, the best first. Requires: the lock."""
-        if not self._of.groups:
-            return []
-        slots, scores = zip(*(self._scores(group, epoch, every) for group in self._of.groups), strict=True)
-        owners = np.repeat(np.arange(len(slots)), [len(some) for some in slots])
-        best = np.argsort(-np.concatenate(scores), kind="stable")[:most]
-        found = [(self._of.groups[owners[at]], int(np.concatenate(slots)[at])) for at in best]
-        victims = [Victim(group, slot, int(group.segments.lines[slot, NUMBER])) for group, slot in found]
-        return sorted(victims, key=lambda one: (one.group.moving is None, one.group.group))  # one segment is open
-
-    def _scores(self, group: GroupRows, epoch: int, every: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Slots of a group's segments that may be moved, and what that is worth."""
-        lines = group.segments.lines
-        rows, tombstones = lines[:, COUNT] & 0xFFFFFFFF, lines[:, COUNT] >> 32
-        needed = lines[:, LIVE] + tombstones
-        wanted = (lines[:, NUMBER] > 0) & (lines[:, NUMBER] <= epoch) & (needed > 0)
-        wanted &= ((lines[:, LIVE] < rows) | (tombstones > 0)) if every else needed < _WORTHWHILE * rows
-        wanted[list(group.slots_in_memory() | group.dying)] = False
-        wanted &= ~np.isin(lines[:, NUMBER], [number for of, number in self._damaged if of == group.group])
-        slots = np.flatnonzero(wanted)
-        share = needed[slots] / np.maximum(rows[slots], 1)
-        return slots, (1 - share) * (epoch + 1 - lines[slots, NUMBER]) / (1 + share)
+        return best_victims(self._of.groups, epoch, most, self._damaged, every=every)
 
     # ---- a round
 
@@ -267,7 +219,7 @@ class Compactor:
             hashes, needed: as `move_rows`; None = no tombstone is dropped.
             end_scans: ends scans that go on, under the lock; None = they go first.
         """
-        damaged = self._verify(victim) if victim.is_there else None  # only this thread deletes segments
+        damaged = self._verify(victim) if victim.is_there and victim.is_needed else None  # only this thread deletes
         if damaged is None:
             return
         hashes = np.zeros(0, np.uint64) if hashes is None else hashes
@@ -289,6 +241,18 @@ class Compactor:
                 with self._of.lock:  # for readers, who keep what was committed in memory
                     self._of.lock.wait_for(lambda: not self._of.pins.waiting, _PATIENCE_S)
         self._reached.pop(key, None)  # it was for a move that is cut short: no tombstone is moved, and counted, twice
+
+    def forget(self) -> None:
+        """Have segments that were left half way begun anew. Requires: the index is saved next, and nothing moves.
+
+        Who opens the store does not know how far they were moved, and would take their tombstones off once more.
+        """
+        for group in self._of.groups:
+            lines = group.segments.lines
+            left = [number for of, number in self._reached if of == group.group]
+            for slot in np.flatnonzero(np.isin(lines[:, NUMBER], left)):
+                lines[slot, COUNT] = (lines[slot, COUNT] & 0xFFFFFFFF) | count_tombstones(lines, slot) << 32
+        self._reached.clear()
 
     def _verify(self, victim: Victim) -> NDArray[np.bool_] | None:
         """Which rows of a segment are damaged, with all its pages read; None if its ids cannot be believed."""

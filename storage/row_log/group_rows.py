@@ -14,8 +14,7 @@ to commit: the writer hands it buffers, takes sealed segments and tells it where
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ from storage.row_log.places import (
     COUNT,
     EPOCH,
     IDS,
-    LIVE,
     MAX_SEGMENT_ROWS,
     NUMBER,
     ROWS,
@@ -54,7 +52,8 @@ from storage.row_log.places import (
 )
 from storage.row_log.raw import row_step
 from storage.row_log.read_threads import for_each_block
-from storage.row_log.segment import HEADER_BYTES, SegmentHeader, read_header_at, stride_of
+from storage.row_log.segment import HEADER_BYTES, SegmentHeader, is_whole_at, read_header_at, stride_of
+from storage.row_log.space import bytes_in_use, bytes_of, idle_slots, marked
 from storage.row_log.write_buffer import WriteBuffer
 from storage.store import IdRange, Mask, RowBytes, RowIds
 
@@ -306,8 +305,9 @@ class GroupRows:
     @property
     def moved_share(self) -> float:
         """The share of the group's bytes that segments take of which rows are being moved."""
-        sizes = self.segment_bytes()
-        return float(sizes[list(self.moved_from)].sum() / max(1, sizes.sum()))
+        if not self.moved_from:
+            return 0.0
+        return self.bytes_of(self.moved_from) / max(1, self.bytes_in_use()[0])
 
     def adopt(self, header: SegmentHeader, address: int, slot: int | None = None) -> int:
         """Point a slot (a new one, or the one it was filled in) at a committed segment; the slot."""
@@ -353,18 +353,20 @@ class GroupRows:
 
         That is for a state which comes with all sealed segments: rows may have been moved to them.
         """
-        lines, slots = self.segments.lines, self.segments.slots()
-        if self.moving is not None:  # what it holds is as old as what it was moved from, which is kept
-            slots = slots[slots != self.moving.slot]
-        kept = np.fromiter(self.dying | self.moved_from | self.slots_in_memory(), np.int64)
-        idle = slots[(lines[slots, LIVE] == 0) & ~np.isin(slots, kept)]
-        hiding = lines[idle, COUNT] >> 32 != 0
+        lines = self.segments.lines
+        idle = np.empty(len(lines), np.int64)
+        idle = idle[: idle_slots(lines, marked(lines, self.dying | self.moved_from | self.slots_in_memory()), idle)]
+        idle = idle[np.argsort(lines[idle, NUMBER])]
+        hiding = lines[idle, COUNT] >> 32 > 0
         dead: list[int] = idle[~hiding].tolist()
-        return dead + self._without_older(idle[hiding], slots[~np.isin(slots, dead)])
+        return dead + self._without_older(idle[hiding], dead) if hiding.any() else dead
 
-    def _without_older(self, hiding: NDArray[np.int64], others: NDArray[np.int64]) -> list[int]:
-        """Those segments of tombstones, oldest first, that began before every other segment's oldest row."""
+    def _without_older(self, hiding: NDArray[np.int64], dead: list[int]) -> list[int]:
+        """Those segments of tombstones, oldest first, that began before the oldest row of all that are not dead."""
         lines, gone = self.segments.lines, 0
+        others = np.setdiff1d(self.segments.slots(), dead)
+        if self.moving is not None:  # what it holds is as old as what it was moved from, which is kept
+            others = others[others != self.moving.slot]
         for slot in hiding:
             rest = others[~np.isin(others, hiding[: gone + 1])]
             if (lines[rest, EPOCH] <= lines[slot, NUMBER]).any():
@@ -373,12 +375,14 @@ class GroupRows:
         without: list[int] = hiding[:gone].tolist()
         return without
 
-    def segment_bytes(self) -> NDArray[np.int64]:
-        """About how many bytes of the file the segment in each slot takes, 0 for free slots."""
-        lines = self.segments.lines
-        rows = lines[:, COUNT] & 0xFFFFFFFF
-        pages = -(-(HEADER_BYTES + 16 + rows * (self.stride + 4)) // mmap.PAGESIZE)
-        return np.where(lines[:, NUMBER] > 0, pages * mmap.PAGESIZE, 0)
+    def bytes_of(self, slots: Collection[int]) -> int:
+        """About how many bytes of the file the segments in these slots take together; free slots take none."""
+        return int(bytes_of(self.segments.lines, np.fromiter(slots, np.int64), self.stride))
+
+    def bytes_in_use(self) -> tuple[int, int]:
+        """About how many bytes of the file all segments take, and those of which something is needed."""
+        total, needed = bytes_in_use(self.segments.lines, self.stride)
+        return int(total), int(needed)
 
     def slots_in_memory(self) -> set[int]:
         """Slots of segments that are not committed."""
@@ -392,7 +396,8 @@ class GroupRows:
             CorruptSegmentError: they are damaged.
         """
         number, address = int(self.segments.lines[slot, NUMBER]), int(self.segments.lines[slot, IDS]) - HEADER_BYTES
-        read_header_at(address, number, self._where)
+        if not is_whole_at(address, number):
+            read_header_at(address, number, self._where)
 
     @property
     def memory_bytes(self) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +40,10 @@ from storage.errors import CorruptSegmentError, NotAStoreError, StorageError, St
 from storage.row_log.commits import CommitRecord, Totals, commit_key, thinned, walk
 from storage.row_log.lmdb_check import check_meta_pages, check_pages
 from storage.row_log.lmdb_errors import has_no_room, has_readers, oldest_reader, translate
-from storage.row_log.lmdb_pages import bytes_at, check_run, place_of_value
+from storage.row_log.lmdb_pages import check_run, place_of_value
 from storage.row_log.manifest import DATA_NAME, LOCK_NAME
 from storage.row_log.owner import DataFileShare
+from storage.row_log.raw import bytes_at
 from storage.row_log.state import State
 
 _CHECKS = 1000  # begun beside a live writer until one is not overtaken by two of its commits
@@ -260,10 +261,16 @@ class RowLog:
 
     def segment(self, txn: Any, number: int) -> NDArray[np.uint8]:
         """The bytes of one segment, in the memory map."""
-        cursor = txn.cursor(db=self._segments)
-        if not cursor.set_key(int(number).to_bytes(8, "big")):
-            raise CorruptSegmentError(f"segment {number} of {self._where} is gone: the data file is damaged")
-        return bytes_at(*place_of_value(cursor.key(), self.page_bytes, self._env.info()["last_pgno"] + 1))
+        return self.some_segments(txn, [number])[0]
+
+    def some_segments(self, txn: Any, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """The bytes of each of these segments, in the memory map."""
+        cursor, pages, found = txn.cursor(db=self._segments), self._env.info()["last_pgno"] + 1, []
+        for number in numbers:
+            if not cursor.set_key(commit_key(number)):
+                raise CorruptSegmentError(f"segment {number} of {self._where} is gone: the data file is damaged")
+            found.append(bytes_at(*place_of_value(cursor.key(), self.page_bytes, pages)))
+        return found
 
     def segment_count(self, txn: Any) -> int:
         """How many segments there are, without looking at them."""

@@ -7,7 +7,9 @@ immutable once it is sealed.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,15 @@ from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError
 from storage.row_log.hashing import checksum, has_long_checksum, xxh64
-from storage.row_log.lmdb_pages import bytes_at
-from storage.row_log.raw import load64
+from storage.row_log.raw import bytes_at, load64
 
 MAGIC = b"TEROWSEG"
 _LARGEST = 1 << 40  # bytes; what a header says beyond that is foreign bytes
 _VERSIONS = (1, 2, 3)  # 1 had no id_bytes: it wrote 0 there, and ids of 8 bytes; 3 is for rows with XXH3
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
-_IDS_AT, _ROWS_AT, _IDS_CHECKSUM, _8 = (np.uint64(n) for n in (72, 80, 112, 8))  # where header fields lie
+_NUMBER, _IDS_AT, _ROWS_AT, _SIZE, _IDS_CHECKSUM = (np.uint64(n) for n in (48, 72, 80, 88, 112))  # header fields
+_8 = np.uint64(8)
 RAW_ROWS = 0  # how rows are packed; codecs take the numbers from 1 on
 
 _HEADER = struct.Struct("<8sIIIIIIIIBBBBIQQQQQQ16sQQ")
@@ -73,8 +75,7 @@ class SegmentHeader:
 
     def pack(self) -> bytes:
         """The 128 bytes of the header."""
-        numbers = [getattr(self, field.name) for field in fields(self)]
-        body = _HEADER.pack(MAGIC, *numbers, 0)[:-8]
+        body = _HEADER.pack(MAGIC, *_fields(self), 0)[:-8]
         return body + checksum(body).to_bytes(8, "little")
 
     @property
@@ -99,11 +100,15 @@ class SegmentHeader:
         return self.code_bytes | self.epoch_bytes << 8 | self.flag_bytes << 16 | ids << 24 | self.tables << 32
 
 
+_fields = attrgetter(*SegmentHeader.__slots__)
+
+
 def stride_of(row_bytes: int) -> int:
     """Stored bytes of a row: its checksum, its bytes, zeros up to a multiple of 8."""
     return CHECKSUM_BYTES + align8(row_bytes)
 
 
+@cache
 def version_of(stride: int) -> int:
     """The version of new segments of such rows."""
     return 3 if has_long_checksum(np.uint64(stride)) else 2
@@ -124,6 +129,16 @@ def read_fronts(addresses: Any, sizes: Any, fronts: Any) -> None:
             fronts[i] = max(HEADER_BYTES, np.int64(min(np.uint64(sizes[i]), rows_at)))
 
 
+@njit(inline="always")
+def _is_whole(header: Any, size: Any, number: Any) -> Any:
+    whole, body = False, np.uint64(HEADER_BYTES - CHECKSUM_BYTES)
+    if size >= np.uint64(HEADER_BYTES) and load64(header + body) == xxh64(header, body, np.uint64(0)):
+        begin, end = load64(header + _IDS_AT), load64(header + _ROWS_AT)
+        if begin <= end <= size and (end - begin) % _8 == 0:
+            whole = xxh64(header + begin, end - begin, np.uint64(number)) == load64(header + _IDS_CHECKSUM)
+    return whole
+
+
 @njit(nogil=True, cache=True)
 def are_whole(addresses: Any, sizes: Any, numbers: Any, whole: Any) -> None:
     """whole[i] = whether header and block of ids of a segment have the checksums that `read_header` asks for.
@@ -131,17 +146,18 @@ def are_whole(addresses: Any, sizes: Any, numbers: Any, whole: Any) -> None:
     For many segments in one call. Nothing outside of the `sizes[i]` bytes at `addresses[i]` is read.
     """
     for i in range(len(addresses)):
-        whole[i] = False
-        if sizes[i] < HEADER_BYTES:
-            continue
-        header, size = addresses[i], np.uint64(sizes[i])
-        body = np.uint64(HEADER_BYTES - CHECKSUM_BYTES)
-        if load64(header + body) != xxh64(header, body, np.uint64(0)):
-            continue
-        begin, end = load64(header + _IDS_AT), load64(header + _ROWS_AT)
-        if begin <= end <= size and (end - begin) % _8 == 0:
-            ids = xxh64(header + begin, end - begin, np.uint64(numbers[i]))
-            whole[i] = ids == load64(header + _IDS_CHECKSUM)
+        whole[i] = _is_whole(addresses[i], np.uint64(sizes[i]), numbers[i])
+
+
+@njit(nogil=True, cache=True)
+def _is_whole_at(header: Any, number: Any) -> Any:
+    size = min(load64(header + _SIZE), np.uint64(_LARGEST))
+    return load64(header + _NUMBER) == np.uint64(number) and _is_whole(header, size, number)
+
+
+def is_whole_at(address: int, number: int) -> bool:
+    """Whether a segment that was whole once still is: what `read_header_at` looks at, but for the names in messages."""
+    return bool(_is_whole_at(np.uint64(address), number))
 
 
 def read_header(segment: NDArray[np.uint8], number: int, where: str, whole: bool = False) -> SegmentHeader:
@@ -210,15 +226,29 @@ def _check_header(header: SegmentHeader, size: int, number: int, what: str) -> N
 
 def pack_ids(ids: NDArray[np.int64]) -> NDArray[np.uint32] | NDArray[np.int64]:
     """Ids (N,), N at least 1, in 4 bytes each if all of them fit, else as they are."""
-    return ids.astype(np.uint32) if ids.min() >= 0 and ids.max() < 1 << 32 else ids
+    least, most = bounds_of(ids)
+    return ids.astype(np.uint32) if least >= 0 and most < 1 << 32 else ids
 
 
-def pack_epochs(epochs: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
-    """Epochs (N,), N at least 1, less their least, in as few bytes each as they take: 0 (N = 0), 1, 2, 4 or 8."""
-    least, most = int(epochs.min()), int(epochs.max())
+def pack_epochs(epochs: NDArray[np.int64], least: int, most: int) -> NDArray[np.unsignedinteger]:
+    """Epochs (N,), N at least 1, less the least of them, in as few bytes each as they take: 0 (N = 0), 1, 2, 4 or 8."""
     if least == most:
         return np.zeros(0, np.uint8)
     return (epochs - least).astype(np.min_scalar_type(most - least))
+
+
+@njit(nogil=True, cache=True)
+def _bounds(numbers: Any) -> Any:
+    least = most = numbers[0]
+    for number in numbers:
+        least, most = min(least, number), max(most, number)
+    return least, most
+
+
+def bounds_of(numbers: NDArray[np.int64]) -> tuple[int, int]:
+    """The least and the greatest of numbers (N,), N at least 1."""
+    least, most = _bounds(numbers)
+    return int(least), int(most)
 
 
 def pack_tables(

@@ -22,6 +22,7 @@ from storage.row_log.segment import (
     RAW_ROWS,
     SegmentHeader,
     align8,
+    bounds_of,
     pack_epochs,
     pack_ids,
     pack_tables,
@@ -110,14 +111,18 @@ class WriteBuffer:
         """
         count = int(segments.lines[self.slot, COUNT])
         rows, tombstones, c = count & 0xFFFFFFFF, count >> 32, self.capacity
-        epochs = self.epochs[:rows] if self.moved else np.array([self.number])
-        segments.lines[self.slot, EPOCH] = epochs.min()
-        packed_ids, packed_epochs = pack_ids(self._beside[: 8 * rows].view(np.int64)), pack_epochs(epochs)
-        dictionary, codes, code_bytes = pack_tables(self._beside[8 * c : 12 * c].view(np.uint32)[:rows], known)
+        ids, numbers = self._beside[: 8 * rows].view(np.int64), self._beside[8 * c : 12 * c].view(np.uint32)[:rows]
+        first = last = self.number
+        if self.moved:
+            first, last = bounds_of(self.epochs[:rows])
+        segments.lines[self.slot, EPOCH] = first
+        packed_epochs = pack_epochs(self.epochs[:rows], first, last)
+        dictionary, codes, code_bytes = pack_tables(numbers, known)
         flags = self._beside[12 * c : 12 * c + rows] if tombstones else self._beside[:0]
-        block = np.concatenate([part.view(np.uint8) for part in (packed_ids, packed_epochs, dictionary, codes, flags)])
-        block = np.concatenate([block, np.zeros(-len(block) % 8, np.uint8)])
-        front, stride = HEADER_BYTES + len(block), stride_of(self._row_bytes)
+        packed_ids = pack_ids(ids)
+        parts = [part.view(np.uint8) for part in (packed_ids, packed_epochs, dictionary, codes, flags) if len(part)]
+        image, block = self._place(parts, rows)
+        stride = stride_of(self._row_bytes)
         header = SegmentHeader(
             version=version_of(stride),
             header_bytes=HEADER_BYTES,
@@ -133,20 +138,26 @@ class WriteBuffer:
             packing=RAW_ROWS,
             id_bytes=packed_ids.itemsize,
             number=self.number,
-            first_epoch=int(epochs.min()),
-            last_epoch=int(epochs.max()),
+            first_epoch=first,
+            last_epoch=last,
             ids_at=HEADER_BYTES,
-            rows_at=front,
-            size=max(front + rows * stride, self._least_bytes),
+            rows_at=HEADER_BYTES + len(block),
+            size=len(image),
             store=store,
             ids_checksum=checksum(block, self.number),
         )
-        return self._finish(header, block)
-
-    def _finish(self, header: SegmentHeader, block: NDArray[np.uint8]) -> memoryview:
-        """Put header and block of ids in front of the rows, and zeros behind them."""
-        image = self._image[self._front - header.rows_at :][: header.size]
         image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
-        image[HEADER_BYTES : header.rows_at] = block
-        image[header.rows_at + header.rows * header.stride :] = 0
         return image.data
+
+    def _place(self, parts: list[NDArray[np.uint8]], rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Put the block of ids, of these parts, in front of the rows and zeros behind them: the segment, the block."""
+        used, stored = sum(map(len, parts)), rows * stride_of(self._row_bytes)
+        front = HEADER_BYTES + align8(used)
+        image = self._image[self._front - front :][: max(front + stored, self._least_bytes)]
+        block, at = image[HEADER_BYTES:front], 0
+        for part in parts:
+            block[at : at + len(part)] = part
+            at += len(part)
+        block[used:] = 0
+        image[front + stored :] = 0
+        return image, block

@@ -215,6 +215,7 @@ class Writer:
     def save_index(self) -> None:
         """Leave the index in a file, for the next open. Requires: `close` and `stop` were called, nobody reads."""
         if self._failure is None:
+            self.compactor.forget()
             self.committer.save_index()
 
     def distrust(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from storage import CorruptRowError, LmdbStore, RowIds, StoreChangedError, StoreConfig, TableRef
-from storage.row_log import committer
+from storage.row_log import committer, compaction
 from storage.row_log.places import COUNT, LIVE, MAX_SEGMENT_ROWS, NUMBER, ROWS
 from storage.testing import Rows, check_equal, contents, read, schema_of
 from tests.storage.test_lmdb_faults import file_offset
@@ -394,3 +394,60 @@ def test_tombstones_go_although_rows_are_being_moved(tmp_path: Path, monkeypatch
     assert (lines[:, COUNT] >> 32).sum() == 0
     assert store.stats().rows == len(kept)
     store.close()
+
+
+def half_deleted(path: Path) -> LmdbStore:
+    """A store of which a segment has tombstones, live rows and dead ones, and which does not compact by itself."""
+    store = LmdbStore(path, config=OFF)
+    table = store.open_table("t", schema_of(8))
+    put(store, table, np.arange(1000), 1)
+    store.flush()
+    put(store, table, np.arange(2000, 2300), 1)
+    store.delete(RowIds.of(table, np.arange(200)))
+    store.flush()
+    put(store, table, np.arange(2000, 2100), 2)
+    store.flush()
+    return store
+
+
+def tombstones_of(store: LmdbStore) -> list[int]:
+    """How many each segment has."""
+    lines = store._session.groups[0].segments.lines
+    counts: list[int] = (lines[lines[:, NUMBER] > 0, COUNT] >> 32).tolist()
+    return counts
+
+
+def test_a_segment_that_a_close_left_half_way_is_moved_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tombstones were taken off twice, and a segment with less than none of them never went."""
+    store = half_deleted(tmp_path / "s")
+    monkeypatch.setattr(compaction, "_BLOCK_ROWS", 400)
+    compactor = store._session.writer.compactor  # type: ignore[union-attr]
+    victims = compactor._victims(store._session.state.epoch, 8, every=True)
+    victim = next(one for one in victims if one.has_tombstones)
+    with store._session.lock:
+        none = np.zeros(0, np.uint64), np.zeros(0, np.bool_)
+        reached = compactor._move_block(victim, 0, np.zeros(500, np.bool_), *none)
+        compactor._reached[victim.group.group, victim.number] = reached
+    assert 0 < reached < 500 and victim.has_tombstones
+    store.close()
+
+    with LmdbStore(tmp_path / "s", config=OFF) as store:
+        assert sum(tombstones_of(store)) >= 200
+        compactor = store._session.writer.compactor  # type: ignore[union-attr]
+        for victim in compactor._victims(store._session.state.epoch, 8, every=True):
+            compactor._move(victim)
+        assert min(tombstones_of(store)) == 0
+        store.compact()
+        assert sum(tombstones_of(store)) == 0
+
+
+def test_a_segment_that_was_moved_since_it_was_chosen_is_not_moved_again(tmp_path: Path) -> None:
+    """As when compaction moves what a sweep of tombstones has chosen, between two of its steps."""
+    with half_deleted(tmp_path / "s") as store:
+        compactor = store._session.writer.compactor  # type: ignore[union-attr]
+        victims = compactor._victims(store._session.state.epoch, 8, every=True)
+        for victim in victims * 2:
+            compactor._move(victim)
+        assert min(tombstones_of(store)) == 0 and sum(tombstones_of(store)) == 200

@@ -423,7 +423,7 @@ class TestFailingDisk:
         one = RowIds(0, np.array([next(iter(rows))[0]], np.uint32), np.array([1]))
         store.put(one, np.ones((1, 32), np.uint8))
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise CorruptSegmentError("other bytes than were written")
 
         with monkeypatch.context() as patch:

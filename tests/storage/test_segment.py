@@ -24,7 +24,7 @@ from storage.row_log.group_rows import GroupRows
 from storage.row_log.hashing import checksum
 from storage.row_log.places import EPOCH, place_at, stored_epoch
 from storage.row_log.recovery import LAST_EPOCH, replay_slots
-from storage.row_log.segment import pack_epochs, pack_ids, pack_tables, read_header
+from storage.row_log.segment import bounds_of, pack_epochs, pack_ids, pack_tables, read_header
 from storage.row_log.state import State
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes
 from storage.testing import EXTREME_IDS, check_equal, schema_of
@@ -254,7 +254,7 @@ def test_a_full_segment_keeps_to_its_size_and_its_buffer_to_its_bytes(
 )
 def test_epochs_take_as_few_bytes_as_they_can(least: int, most: int, width: int) -> None:
     epochs = np.array([most, least, most])
-    packed = pack_epochs(epochs)
+    packed = pack_epochs(epochs, *bounds_of(epochs))
     assert packed.itemsize * (len(packed) > 0) == width
     assert width == 0 or (packed.astype(np.int64) + least == epochs).all()
 
