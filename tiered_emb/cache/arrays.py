@@ -32,6 +32,7 @@ class ArrayPolicy(ABC, Generic[State]):
     Attributes:
         bytes_per_slot: of the state.
         has_ghosts: whether it remembers rows that left, so that `miss` says something.
+        cursor: int64 (CURSOR_FIELDS,), scratch of the kernels.
         state: the arrays. Kernels change what is in them; only `resize`, `clear`, `load` and `grow` replace them.
     """
 
@@ -41,7 +42,7 @@ class ArrayPolicy(ABC, Generic[State]):
     def __init__(self, capacity_rows: int) -> None:
         self.capacity_rows = capacity_rows
         self.state = self.make(capacity_rows)
-        self._cursor = np.zeros(CURSOR_FIELDS, np.int64)
+        self.cursor = np.zeros(CURSOR_FIELDS, np.int64)
 
     @staticmethod
     @abstractmethod
@@ -105,7 +106,7 @@ class ArrayPolicy(ABC, Generic[State]):
             codes: int8 (N,), written for `insert`; (0,) unless it `has_ghosts`.
             out: (N - free,), the victims, first one first.
         """
-        return int(make_room(self.state, guard, self._cursor, tables, ids, free, codes, out))
+        return int(make_room(self.state, guard, self.cursor, tables, ids, free, codes, out))
 
     def miss(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], codes: NDArray[np.int8]) -> None:
         """Rows (N,) are absent and will be admitted; `codes` is written for `take` and `insert`."""
@@ -113,7 +114,7 @@ class ArrayPolicy(ABC, Generic[State]):
 
     def take(self, guard: Guard, codes: NDArray[np.int8], out: NDArray[np.int32]) -> int:
         """Take as many victims as `out` has room for out of the order; returns how many there are."""
-        return int(take_victims(self.state, guard, self._cursor, codes, out))
+        return int(take_victims(self.state, guard, self.cursor, codes, out))
 
     def foresee(self, slots: NDArray[np.int32], batch: int) -> None:
         """Slots (N,) hold rows that a batch to come will need; most policies do not care."""

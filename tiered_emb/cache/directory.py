@@ -85,7 +85,7 @@ class Directory:
         self._guard = Guard.of_pins(self._pins)
         self.slot_tables = zeros(capacity_rows, np.uint32)
         self.slot_ids = zeros(capacity_rows, np.int64)
-        self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
+        self._buckets = zeros(probing.bucket_count(capacity_rows), np.uint64)
         self._ledger = np.array([0, 0, probing.NO_SLOT, 0], np.int64)
         self._victims = victim_buffers(0)
         self._codes = np.zeros(capacity_rows * self._policy.has_ghosts, np.int8)
@@ -214,7 +214,16 @@ class Directory:
     ) -> int:
         names = self.slot_tables, self.slot_ids
         done: int = replay(
-            self._buckets, *names, self._ledger, self._policy.state, _NOBODY_STAYS, tables, ids, missed, start
+            self._buckets,
+            *names,
+            self._ledger,
+            self._policy.state,
+            _NOBODY_STAYS,
+            self._policy.cursor,
+            tables,
+            ids,
+            missed,
+            start,
         )
         return done
 
@@ -311,7 +320,7 @@ class Directory:
         """
         kind = POLICIES[policy]
         slots = capacity_rows * (_SLOT_BYTES + kind.bytes_per_slot + kind.has_ghosts)
-        beside = 8 * _bucket_count(capacity_rows) + _LEDGER_BYTES + kind.reserve_bytes(capacity_rows)
+        beside = 8 * probing.bucket_count(capacity_rows) + _LEDGER_BYTES + kind.reserve_bytes(capacity_rows)
         return slots + beside + Owners.bytes_for(capacity_rows, shares)
 
     @staticmethod
@@ -376,7 +385,7 @@ class Directory:
         self._codes = np.zeros(capacity_rows * self._policy.has_ghosts, np.int8)
         self.slot_tables = resized(self.slot_tables, capacity_rows)
         self.slot_ids = resized(self.slot_ids, capacity_rows)
-        self._buckets = zeros(_bucket_count(capacity_rows), np.uint64)
+        self._buckets = zeros(probing.bucket_count(capacity_rows), np.uint64)
         self.capacity_rows = capacity_rows
         probing.enter_rows(self._buckets, self.slot_tables, self.slot_ids, self._ledger, kept)
 
@@ -386,8 +395,3 @@ def _check_capacity(capacity_rows: int) -> None:
         raise ValueError(
             f"a Directory holds 1 to {MAX_CAPACITY_ROWS} rows, not {capacity_rows}: a tier of 0 rows has none"
         )
-
-
-def _bucket_count(capacity_rows: int) -> int:
-    """Buckets of 8 bytes for a load of at most 10/17."""
-    return max(8, -(-capacity_rows * 17 // 10))

@@ -9,8 +9,8 @@ A key is 63 bits of the row's name (`probing.name_of`). Two rows share one with 
 ghosts one look-up in 10^12 takes a row for another, and what comes of it is a row in the wrong queue: keys are not
 compared with rows.
 
-Found by the hash table of `probing.py`, with the key's upper half as its tag: Robin Hood order, deletion by moving
-back, no tombstones. A ghost's place is a number, its item, from `add` until it goes.
+Found by the hash table of `probing.py`, with the key's upper half as its tag. A ghost's place is a number, its item,
+from `add` until it goes.
 
 Invariants: the two lists hold exactly the items that the table holds; `ledger` counts them; every other item below
 `ledger[FRESH]` is chained at `ledger[FREE]`. Everything is O(1), nothing allocates, a capacity of 0 is legal.
@@ -26,16 +26,16 @@ from numba import njit, uint64
 from numpy.typing import NDArray
 
 from storage.memory import zeros
+from tiered_emb.cache.groups import GROUP
 from tiered_emb.cache.links import cut
-from tiered_emb.cache.probing import name_of, probe, put, take_out
+from tiered_emb.cache.probing import bucket_count, name_of, probe, put, take_out
 from tiered_emb.cache.queues import BYTES_PER_ITEM, HEAD_BYTES, HEADS, empty_queues, join_queue, newer_of, oldest_of
 
 # Positions of the ledger; the length of list i is at LENGTHS + i.
 FREE, FRESH, LENGTHS = 0, 1, 2
 _LEDGER_FIELDS = 4
 _NO_LIST_BIT = 0xFFFFFFFFFFFFFFFE
-_LEAST_BUCKETS = 8
-FIXED_BYTES = 8 * _LEAST_BUCKETS + HEAD_BYTES + 8 * _LEDGER_FIELDS
+FIXED_BYTES = 8 * GROUP + HEAD_BYTES + 8 * _LEDGER_FIELDS
 
 
 class Ghosts(NamedTuple):
@@ -58,7 +58,7 @@ def make_ghosts(capacity: int) -> Ghosts:
     """An empty set for `capacity` ghosts, 0 included."""
     ledger = np.zeros(_LEDGER_FIELDS, np.int64)
     ledger[FREE] = -1
-    buckets: NDArray[np.uint64] = zeros(_bucket_count(capacity), np.uint64)
+    buckets: NDArray[np.uint64] = zeros(bucket_count(capacity), np.uint64)
     return Ghosts(buckets, zeros(capacity, np.uint64), empty_queues(capacity), ledger)
 
 
@@ -74,12 +74,7 @@ def resized_ghosts(ghosts: Ghosts, capacity: int) -> Ghosts:
 
 def ghosts_bytes(capacity: int) -> int:
     """Bytes of a set of this capacity."""
-    return 8 * _bucket_count(capacity) + capacity * (8 + BYTES_PER_ITEM) + HEAD_BYTES + 8 * _LEDGER_FIELDS
-
-
-def _bucket_count(capacity: int) -> int:
-    """Buckets of 8 bytes for a load of at most 10/17."""
-    return max(_LEAST_BUCKETS, -(-capacity * 17 // 10))
+    return 8 * bucket_count(capacity) + capacity * (8 + BYTES_PER_ITEM) + HEAD_BYTES + 8 * _LEDGER_FIELDS
 
 
 @njit(forceinline=True)
@@ -91,7 +86,7 @@ def key_of(table, id):  # type: ignore[no-untyped-def]
 @njit(forceinline=True)
 def find_ghost(ghosts, key):  # type: ignore[no-untyped-def]
     """The item of a key, -1 if it is not in the set."""
-    return np.int64(probe(ghosts.buckets, ghosts.keys, key >> uint64(32), key))
+    return probe(ghosts.buckets, ghosts.keys, key >> uint64(32), key)
 
 
 @njit(forceinline=True)

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from storage.memory import zeros
 from tiered_emb.cache.arrays import ArrayPolicy
 from tiered_emb.cache.links import cut
-from tiered_emb.cache.probing import name_of, probe, put, take_out
+from tiered_emb.cache.probing import bucket_count, name_of, probe, put, take_out
 from tiered_emb.cache.rings import ask_for_ring, empty_rings, join, oldest_free
 from tiered_emb.cache.verbs import implement
 
@@ -105,7 +105,7 @@ class Lirs(ArrayPolicy[LirsState]):
             empty_rings(nodes, _HEADS),
             zeros(nodes, np.uint64),
             zeros(nodes, np.uint8),
-            zeros(max(8, -(-ghosts * 17 // 10)), np.uint64),
+            zeros(bucket_count(ghosts), np.uint64),
             numbers,
         )
 
@@ -261,7 +261,7 @@ def _hit(state, slot, count):  # type: ignore[no-untyped-def]
 
 def _miss(state, table, id):  # type: ignore[no-untyped-def]
     name = name_of(table, id)
-    node = np.int64(probe(state.buckets, state.names, name >> uint64(32), name))
+    node = probe(state.buckets, state.names, name >> uint64(32), name)
     if node < 0:
         return 0
     _forget(state, node)

@@ -1,21 +1,31 @@
 """The hash table of a Directory: which slot holds the row (table, id), as Numba kernels on plain arrays.
 
-Open addressing, linear probing. A bucket is one 64-bit word: a 32-bit tag above `slot + 1`; the word 0 is an empty
-bucket, so a fresh table is untouched zero pages. Three properties carry the design:
+Open addressing in groups. A bucket is one 64-bit word: a 32-bit tag above `slot + 1`; the word 0 is an empty bucket, so
+a fresh table is untouched zero pages. Eight buckets are a group, one cache line, compared as one vector
+(`tiered_emb.cache.groups`). Four properties carry the design:
 
 - `tag = mix(id) ^ spread(table)` and `spread` is a bijection of 32-bit numbers. Two rows with equal ids and equal tags
   therefore have equal tables, and a probe is proved by the tag and `slot_ids[slot]` alone: one more cache line, not
   two.
-- The bucket a row would like best, its home, is computed from the tag, so that rows are moved without a look at their
-  ids. Words along a cluster are in order of their homes (Robin Hood hashing: Celis, Larson and Munro, FOCS 1985): a row
-  that is absent is known to be so after as few buckets as one that is present. Deletion moves the rest of the cluster
-  back by one and leaves no tombstone: a table that is never rebuilt probes after 10^9 evictions as when it was new.
+- A row lives in the first group, from its home on around the ring, that had an empty bucket when it came; within a
+  group there is no order. A look-up ends at the first group with an empty bucket, mostly the home, and what is done
+  there is straight-line code. With the loops of linear probing, whose branches nobody can foresee, a replay under LRU
+  takes 1.6 times as long.
+- The home is computed from the tag, so that rows are moved without a look at their ids. When a full group loses a row,
+  one that had to go past it comes back, and so on for the bucket which that one leaves. How many rows each group holds,
+  and how far all of them together are from home, then depends only on which rows are there, not on what was there
+  before: no tombstones, and after 10^9 evictions a table that is never rebuilt probes as when it was new.
 - Homes use a multiply-shift range reduction (Lemire, "Fast random integer generation in an interval", 2019), so the
-  number of buckets follows the capacity exactly instead of the next power of two.
+  number of groups follows the capacity instead of the next power of two.
+
+Groups that overflow are those of F14 (Bronson and Shi, "Open-sourcing F14 for faster, more memory-efficient hash
+tables", 2019), which counts in each group the rows that went past it and so can leave them there; comparing a group at
+once is from Swiss tables (Kulukundis, CppCon 2017). At our load of 10/17 one group in eight is full, and 2% of the
+rows live outside their home.
 
 `mix` is Pelle Evensen's moremur: ids that are consecutive, or multiples of 8, 2^20 or 2^32, spread like random ones.
 
-`find_rows` keeps ids in flight in three stages: tag computed and bucket line asked for, bucket probed and the slot's id
+`find_rows` keeps ids in flight in three stages: tag computed and its home asked for, home probed and the slot's id
 asked for, id compared. The output array carries the tag and then the candidate slot between the stages.
 
 Thread: whoever owns the Directory. Nothing here is safe against a second thread, and nothing allocates.
@@ -26,12 +36,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, uint32, uint64
 
+from storage.row_log.raw import uncounted
+from tiered_emb.cache.groups import GROUP, empty_words, equal_words, first_of, passed_words, tagged_words
 from tiered_emb.prefetch import prefetch_item
 
 # Positions of the `ledger`, the four counters that kernels keep for the Directory.
 ROWS, FRESH, FREE_HEAD, PINNED = 0, 1, 2, 3
 NO_SLOT = -1
-# Ids between asking for a bucket's line and probing it, and between asking for a slot's id and comparing it.
+# Ids between asking for a group's line and probing it, and between asking for a slot's id and comparing it.
 PROBE_AHEAD, COMPARE_AHEAD = 24, 16
 MAX_PINS = 0xFFFF
 
@@ -55,6 +67,11 @@ def name_of(table, id):  # type: ignore[no-untyped-def]
     return x ^ ((uint64(table) * uint64(_SPREAD)) << uint64(32))
 
 
+def bucket_count(rows: int) -> int:
+    """Buckets of 8 bytes for so many rows: whole groups, at a load of at most 10/17."""
+    return GROUP * max(1, -(-rows * 17 // (10 * GROUP)))
+
+
 @njit(forceinline=True)
 def tag_of(table, id):  # type: ignore[no-untyped-def]
     """The 32-bit tag of a row, in a uint64."""
@@ -63,87 +80,56 @@ def tag_of(table, id):  # type: ignore[no-untyped-def]
 
 @njit(forceinline=True)
 def home_of(tag, buckets):  # type: ignore[no-untyped-def]
-    """The bucket a tag would like best: floor(tag * buckets / 2^32)."""
-    return np.int64((tag * uint64(len(buckets))) >> uint64(32))
+    """The group a tag would like best: floor(tag * groups / 2^32)."""
+    return np.int64((tag * uint64(len(buckets) // GROUP)) >> uint64(32))
 
 
 @njit(forceinline=True)
-def ask_for_buckets(buckets, tag, more):  # type: ignore[no-untyped-def]
-    """Prefetch a tag's home and the bucket `more` (at most 8, a line of buckets) after it."""
-    home = home_of(tag, buckets)
-    prefetch_item(buckets, home)
-    prefetch_item(buckets, home + more)
+def ask_for_home(buckets, tag):  # type: ignore[no-untyped-def]
+    """Prefetch a tag's home: one cache line in tables large enough to have pages of their own."""
+    prefetch_item(buckets, home_of(tag, buckets) * GROUP)
 
 
 @njit(forceinline=True)
-def _slot_in(word):  # type: ignore[no-untyped-def]
-    """Slot held by a bucket's word; NO_SLOT for the empty word."""
-    return np.int32(np.int64(word & uint64(_SLOT_BITS)) - 1)
+def _after(buckets, group):  # type: ignore[no-untyped-def]
+    """The next group of the ring."""
+    return group + 1 if (group + 1) * GROUP < len(buckets) else 0
 
 
 @njit(forceinline=True)
-def _travelled(buckets, word, bucket):  # type: ignore[no-untyped-def]
-    """How far the word in `bucket` sits from its home."""
-    distance = bucket - home_of(word >> uint64(32), buckets)
-    return distance + len(buckets) if distance < 0 else distance
-
-
-@njit(forceinline=True)
-def _if_tagged(word, tag, otherwise):  # type: ignore[no-untyped-def]
-    """`slot + 1` of a word with this tag (0 for the empty word), else `otherwise`; compiles to a conditional move."""
-    return word & uint64(_SLOT_BITS) if word >> uint64(32) == tag else otherwise
-
-
-@njit(forceinline=True)
-def _candidate(buckets, tag):  # type: ignore[no-untyped-def]
-    """Slot of a bucket with this tag, or NO_SLOT when no row of this tag is there.
-
-    How far a probe has to go is a coin toss that no branch predictor calls. So the first four buckets are looked at
-    without a branch, and one branch that is nearly always taken the same way asks whether they were enough: words are
-    in order of their homes, so the fourth one alone tells whether the row could lie beyond it.
-    """
-    bucket = home_of(tag, buckets)
-    if bucket + 4 > len(buckets):
-        return _candidate_from(buckets, tag, bucket, 0)
-    last = buckets[bucket + 3]
-    found = _if_tagged(last, tag, uint64(0))
-    found = _if_tagged(buckets[bucket + 2], tag, found)
-    found = _if_tagged(buckets[bucket + 1], tag, found)
-    found = _if_tagged(buckets[bucket], tag, found)
-    if found == uint64(0) and last != uint64(0) and _travelled(buckets, last, bucket + 3) >= 3:
-        return _candidate_from(buckets, tag, bucket + 4, 4)
-    return np.int32(np.int64(found) - 1)
-
-
-@njit(forceinline=True)
-def _candidate_from(buckets, tag, bucket, distance):  # type: ignore[no-untyped-def]
-    """The same from a bucket this far from the tag's home on, bucket by bucket."""
-    while True:
-        if bucket == len(buckets):
-            bucket = 0
-        word = buckets[bucket]
-        if word >> uint64(32) == tag:
-            return _slot_in(word)
-        if word == uint64(0) or _travelled(buckets, word, bucket) < distance:
-            return np.int32(NO_SLOT)
-        distance += 1
-        bucket += 1
+def _slot_in(buckets, group, mask):  # type: ignore[no-untyped-def]
+    """The slot that the first word of a mask, not 0, holds."""
+    word = buckets[group * GROUP + first_of(mask)]
+    return np.int64(word & uint64(_SLOT_BITS)) - 1
 
 
 @njit(forceinline=True)
 def probe(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
-    """Slot of the row, or NO_SLOT: the complete probe, which goes on past rows that only share the tag."""
-    bucket, distance = home_of(tag, buckets), 0
+    """Slot of the row, or NO_SLOT."""
+    group = home_of(tag, buckets)
     while True:
-        word = buckets[bucket]
-        if word == uint64(0) or _travelled(buckets, word, bucket) < distance:
-            return np.int32(NO_SLOT)
-        if word >> uint64(32) == tag and slot_ids[_slot_in(word)] == id:
-            return _slot_in(word)
-        distance += 1
-        bucket += 1
-        if bucket == len(buckets):
-            bucket = 0
+        tagged = tagged_words(buckets, group, tag)
+        while tagged != 0:
+            slot = _slot_in(buckets, group, tagged)
+            if slot_ids[slot] == id:
+                return slot
+            tagged &= tagged - 1  # the row only shares the tag: one look-up in 2^32 / rows
+        if empty_words(buckets, group) != 0:
+            return np.int64(NO_SLOT)
+        group = _after(buckets, group)
+
+
+@njit(forceinline=True)
+def _candidate(buckets, tag):  # type: ignore[no-untyped-def]
+    """A slot whose row has this tag, the first on its way, or NO_SLOT when there is none."""
+    group = home_of(tag, buckets)
+    while True:
+        tagged = tagged_words(buckets, group, tag)
+        if tagged != 0:
+            return _slot_in(buckets, group, tagged)
+        if empty_words(buckets, group) != 0:
+            return np.int64(NO_SLOT)
+        group = _after(buckets, group)
 
 
 @njit(nogil=True, cache=True)
@@ -153,7 +139,7 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
     for i in range(n + PROBE_AHEAD + COMPARE_AHEAD):
         if i < n:
             tag = tag_of(tables[i], ids[i])
-            ask_for_buckets(buckets, tag, 3)
+            ask_for_home(buckets, tag)
             slots[i] = np.int32(uint32(tag))
         j = i - PROBE_AHEAD
         if 0 <= j < n:
@@ -172,77 +158,52 @@ def find_rows(buckets, slot_ids, tables, ids, slots):  # type: ignore[no-untyped
 
 
 @njit(forceinline=True)
-def locate(buckets, slot_ids, tag, id):  # type: ignore[no-untyped-def]
-    """Slot of the row, or NO_SLOT: what `probe` finds, mostly without a branch that cannot be foreseen."""
-    slot = _candidate(buckets, tag)
-    if slot >= 0 and slot_ids[slot] != id:
-        slot = probe(buckets, slot_ids, tag, id)
-    return slot
-
-
-@njit(forceinline=True)
-def _stays(buckets, bucket, distance):  # type: ignore[no-untyped-def]
-    """1 if a newcomer this far from home passes the word in a bucket, 0 if it takes the bucket."""
-    word = buckets[bucket]
-    return np.int64(word != uint64(0)) & np.int64(_travelled(buckets, word, bucket) >= distance)
-
-
-@njit(forceinline=True)
-def _place_of(buckets, home):  # type: ignore[no-untyped-def]
-    """The bucket that a newcomer takes; the first four are looked at without a branch, as in `_candidate`."""
-    bucket, distance = home, 0
-    if home + 4 <= len(buckets):
-        first = _stays(buckets, home, 0)
-        second = first & _stays(buckets, home + 1, 1)
-        third = second & _stays(buckets, home + 2, 2)
-        if not third & _stays(buckets, home + 3, 3):
-            return home + first + second + third
-        bucket, distance = home + 4, 4
-    while True:
-        if bucket == len(buckets):
-            bucket = 0
-        if not _stays(buckets, bucket, distance):
-            return bucket
-        distance += 1
-        bucket += 1
-
-
-@njit(forceinline=True)
 def put(buckets, tag, slot):  # type: ignore[no-untyped-def]
-    """Enter a row that is absent, behind those of its home; the rest of the cluster moves on by one bucket."""
-    bucket, carried = _place_of(buckets, home_of(tag, buckets)), (tag << uint64(32)) | uint64(slot + 1)
-    while carried != uint64(0):
-        if bucket == len(buckets):
-            bucket = 0
-        buckets[bucket], carried = carried, buckets[bucket]
-        bucket += 1
+    """Enter a row that is absent, into the first group with an empty word."""
+    group = home_of(tag, buckets)
+    empty = empty_words(buckets, group)
+    while empty == 0:
+        group = _after(buckets, group)
+        empty = empty_words(buckets, group)
+    buckets[group * GROUP + first_of(empty)] = (tag << uint64(32)) | uint64(slot + 1)
 
 
 @njit(forceinline=True)
 def take_out(buckets, tag, slot):  # type: ignore[no-untyped-def]
     """Remove the row in `slot`; False when the table does not hold that slot (then nothing changes)."""
-    wanted, hole = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets)
-    while buckets[hole] != wanted:
-        if buckets[hole] == uint64(0):
+    word, group = (tag << uint64(32)) | uint64(slot + 1), home_of(tag, buckets)
+    held, empty = equal_words(buckets, group, word), empty_words(buckets, group)
+    while held == 0:
+        if empty != 0:
             return False
-        hole += 1
-        if hole == len(buckets):
-            hole = 0
+        group = _after(buckets, group)
+        held, empty = equal_words(buckets, group, word), empty_words(buckets, group)
+    hole = group * GROUP + first_of(held)
+    buckets[hole] = uint64(0)
+    if empty == 0:
+        _fill(buckets, hole)
+    return True
+
+
+@njit(forceinline=True)
+def _fill(buckets, hole):  # type: ignore[no-untyped-def]
+    """Fill an empty bucket of a group that was full with a row that had to go past it, if there is one."""
+    group, distance = hole // GROUP, 0
     while True:
-        bucket = hole + 1
-        if bucket == len(buckets):
-            bucket = 0
-        word = buckets[bucket]
-        if word == uint64(0) or _travelled(buckets, word, bucket) == 0:
-            buckets[hole] = uint64(0)
-            return True
-        buckets[hole] = word
-        hole = bucket
+        group = _after(buckets, group)
+        distance += 1
+        empty, passed = empty_words(buckets, group), passed_words(buckets, group, len(buckets) // GROUP, distance)
+        if passed != 0:
+            bucket = group * GROUP + first_of(passed)
+            buckets[hole], buckets[bucket] = buckets[bucket], uint64(0)
+            hole, distance = bucket, 0
+        if empty != 0:  # no row went past this group
+            return
 
 
 @njit(forceinline=True)
 def _ask_for_row(buckets, slot_tables, slot_ids, slots, i):  # type: ignore[no-untyped-def]
-    """Two-stage prefetch for removing slots[i + ...]: the row's name first, then its buckets.
+    """Two-stage prefetch for removing slots[i + ...]: the row's name first, then its home.
 
     No branch: Numba would count references to the arrays around one, at 30 ns a call (so clamp, do not test).
     """
@@ -250,12 +211,14 @@ def _ask_for_row(buckets, slot_tables, slot_ids, slots, i):  # type: ignore[no-u
     prefetch_item(slot_ids, later)
     prefetch_item(slot_tables, later)
     soon = slots[min(i + PROBE_AHEAD // 2, len(slots) - 1)]
-    ask_for_buckets(buckets, tag_of(slot_tables[soon], slot_ids[soon]), 7)
+    ask_for_home(buckets, tag_of(slot_tables[soon], slot_ids[soon]))
 
 
 @njit(nogil=True, cache=True)
 def evict_rows(buckets, slot_tables, slot_ids, slots, tables, ids):  # type: ignore[no-untyped-def]
     """Take the rows of `slots` out of the table and write their names; returns how many were really there."""
+    buckets, slots = uncounted(buckets), uncounted(slots)
+    slot_tables, slot_ids = uncounted(slot_tables), uncounted(slot_ids)
     for i in range(len(slots)):
         _ask_for_row(buckets, slot_tables, slot_ids, slots, i)
         slot = slots[i]
@@ -271,7 +234,7 @@ def place_rows(buckets, slot_tables, slot_ids, ledger, freed, tables, ids, slots
     free, fresh, used = ledger[FREE_HEAD], ledger[FRESH], 0
     for i in range(len(ids)):
         later = min(i + PROBE_AHEAD, len(ids) - 1)
-        ask_for_buckets(buckets, tag_of(tables[later], ids[later]), 7)
+        ask_for_home(buckets, tag_of(tables[later], ids[later]))
         if free != NO_SLOT:
             slot = free
             free = slot_ids[slot]
@@ -301,7 +264,7 @@ def list_occupied(buckets, marks, slots):  # type: ignore[no-untyped-def]
     """Write the slots that hold a row, ascending; `marks` (S,) comes in False."""
     for bucket in range(len(buckets)):
         if buckets[bucket] != uint64(0):
-            marks[_slot_in(buckets[bucket])] = True
+            marks[np.int64(buckets[bucket] & uint64(_SLOT_BITS)) - 1] = True
     listed = 0
     for slot in range(len(marks)):
         if marks[slot]:
@@ -335,7 +298,7 @@ def enter_rows(buckets, slot_tables, slot_ids, ledger, slots):  # type: ignore[n
     for i in range(len(slots)):
         if i + PROBE_AHEAD < len(slots):
             later = slots[i + PROBE_AHEAD]
-            ask_for_buckets(buckets, tag_of(slot_tables[later], slot_ids[later]), 7)
+            ask_for_home(buckets, tag_of(slot_tables[later], slot_ids[later]))
         slot = slots[i]
         while fresh < slot:
             slot_ids[fresh] = ledger[FREE_HEAD]

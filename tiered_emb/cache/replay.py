@@ -12,8 +12,8 @@ from tiered_emb.cache.probing import (
     NO_SLOT,
     PROBE_AHEAD,
     ROWS,
-    ask_for_buckets,
-    locate,
+    ask_for_home,
+    probe,
     put,
     tag_of,
     take_out,
@@ -37,22 +37,22 @@ def _free_slot(slot_ids, ledger):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def replay(buckets, slot_tables, slot_ids, ledger, state, guard, tables, ids, missed, start):  # type: ignore[no-untyped-def]
+def replay(buckets, slot_tables, slot_ids, ledger, state, guard, cursor, tables, ids, missed, start):  # type: ignore[no-untyped-def]
     """Request rows from `start` on, each once; the position that waits for the policy to grow, or len(ids).
 
     A policy says that it must grow before it changes anything, and a row that it could not take is not in the table
-    yet, so the request can be made again.
+    yet, so the request can be made again. `cursor` is the caller's, since Numba counts references to what is made here.
     """
     state, guard = uncounted(state), uncounted(guard)
     buckets, ledger = uncounted(buckets), uncounted(ledger)
     slot_tables, slot_ids = uncounted(slot_tables), uncounted(slot_ids)
-    cursor, last = np.zeros(CURSOR_FIELDS, np.int64), len(ids) - 1
+    cursor, last = uncounted(cursor), len(ids) - 1
     for i in range(start, len(ids)):
         later = min(i + PROBE_AHEAD, last)
-        ask_for_buckets(buckets, tag_of(tables[later], ids[later]), 3)
+        ask_for_home(buckets, tag_of(tables[later], ids[later]))
         table, id = tables[i], ids[i]
         tag = tag_of(table, id)
-        slot = np.int64(locate(buckets, slot_ids, tag, id))
+        slot = probe(buckets, slot_ids, tag, id)
         missed[i] = slot < 0
         if slot >= 0:
             if not hit(state, slot, np.int64(1)):
@@ -61,7 +61,8 @@ def replay(buckets, slot_tables, slot_ids, ledger, state, guard, tables, ids, mi
         code = np.int64(miss(state, table, id))
         slot = _free_slot(slot_ids, ledger)
         if slot < 0:
-            cursor[:] = 0
+            for field in range(CURSOR_FIELDS):  # not `cursor[:] = 0`, which is a call of memset
+                cursor[field] = 0
             slot = victim(state, guard, cursor, code)
             take_out(buckets, tag_of(slot_tables[slot], slot_ids[slot]), slot)
         slot_tables[slot], slot_ids[slot] = table, id

@@ -7,7 +7,8 @@ all policies and the policy's code is inlined into it. A kernel is compiled once
     miss(state, table, id) -> code          the row is absent and will be admitted; a policy that remembers rows which
                                             left (ghosts) looks it up and says what it found
     victim(state, guard, cursor, code)      the slot that leaves for such a row, taken out of the order; -1 if `guard`
-        -> slot                             lets none leave. `cursor` is where the last search of this batch ended
+        -> slot                             lets none leave. `cursor`, int64 (CURSOR_FIELDS,), is where the last
+                                            search of this batch ended, all 0 at first
     insert(state, slot, table, id,          the row has a slot now, and was requested `count` times; False: nothing was
         count, code) -> done                done, the policy needs to grow
     hit(state, slot, count) -> done         the row in a slot was requested `count` times more; False as above

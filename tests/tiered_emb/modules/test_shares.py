@@ -145,7 +145,7 @@ def test_pinned_rows_that_a_floor_keeps_are_counted_once(tmp_path: Path) -> None
         held = a(torch.arange(400).unsqueeze(1))
         with pytest.raises(TierCapacityError, match="held by"):
             look_up_in_parts(b, range(40_000))
-        assert 100 < next(iter(b._opened.values()))[0].top.capacity_rows < 150
+        assert 100 <= next(iter(b._opened.values()))[0].top.capacity_rows < 150
         held.sum().backward()
 
 
