@@ -40,6 +40,15 @@ def zeros(size: int, dtype: DTypeLike, *, touched: bool = False) -> NDArray[Any]
     return np.frombuffer(memory, dtype, size)
 
 
+def give_back(array: NDArray[Any], first: int) -> None:
+    """Have the system take back the memory of array[first:], made by :func:`zeros`, as far as it is whole pages; it is
+    zeros again then. Small arrays keep theirs."""
+    memory: Any = array.base
+    start = -(-first * array.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    if isinstance(memory, mmap.mmap) and start < len(memory):
+        memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+
+
 def keep_freed(count: int) -> None:
     """Have blocks that are allocated and freed again and again, `count` bytes in all, stay with the process.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -93,6 +94,7 @@ class RowSchema:
         return " + ".join(str(column) for column in self.columns)
 
 
+@cache
 def table_number(name: str) -> int:
     """The number (u32) under which a table's rows are stored: the first 4 bytes of BLAKE2b of its name, little endian.
 

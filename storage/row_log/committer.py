@@ -37,6 +37,7 @@ from storage.row_log.state import State
 from storage.row_log.write_buffer import WriteBuffer
 
 _DEAD_BYTES = 4 << 20  # for which a store with durability "commit" makes a state of its own
+_UNCOVERED_SHARE = 8  # and for how large a part of it that no state covers, so that compaction can move it
 _MOVED_SHARE = 1 / 64  # of a group that may wait for a segment of moved rows to be full
 _GRACE_S = 1.0  # for which readers find what is dead, unless it takes more than this share of the file
 _GRACE_SHARE = 16
@@ -87,6 +88,7 @@ class Committer:
     def __init__(self, parts: Parts) -> None:
         self._of = parts
         self.commits = self.bytes_written = self.put_bytes = self.recent_bytes = 0
+        self._uncovered_bytes = 0
         self.uncovered = False
         self._dead: list[_Dead] = []
         self._indexed = False  # the index file is that of the log as it is
@@ -205,9 +207,13 @@ class Committer:
         return State(self.state.number + 1, self._next_number - 1, note)
 
     def _needs_state(self) -> bool:
-        """Whether dead segments wait for a state that no flush makes."""
+        """Whether dead segments, or live ones that should be compacted, wait for a state that no flush makes."""
         if self._of.to_state:
             return False
+        if self._uncovered_bytes > _DEAD_BYTES:
+            in_use = sum(group.bytes_in_use()[0] for group in self._of.groups)
+            if self._uncovered_bytes * _UNCOVERED_SHARE > in_use:
+                return True
         return sum(group.bytes_of(group.dead_slots()) for group in self._of.groups) > _DEAD_BYTES
 
     def _retire_dead(self, number: int) -> None:
@@ -258,6 +264,7 @@ class Committer:
     def _count(self, batch: _Batch) -> None:
         self.commits += 1
         self.bytes_written += batch.bytes
+        self._uncovered_bytes = 0 if batch.state is not None else self._uncovered_bytes + batch.bytes
         self.recent_bytes = max(batch.bytes, self.recent_bytes * 15 // 16)
         self._last_totals = batch.totals
 

@@ -14,7 +14,7 @@ to commit: the writer hands it buffers, takes sealed segments and tells it where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,11 +194,22 @@ class GroupRows:
         """As `Store.put`; `open_buffer` gives the segment to fill, and may raise what a commit raises."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        for first in range(0, len(ids), _WRITTEN_ROWS):
-            part = slice(first, first + _WRITTEN_ROWS)
+        for part in self._written_parts(tables, ids):
             with self.lock:
                 self._append_block(tables[part], ids[part], data[part], open_buffer)
             self.lock.give_way()
+
+    def _written_parts(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Iterator[slice]:
+        """What is written under one hold of the lock each; the stored ids there are asked for some parts ahead, so that
+        the disk reads many at a time. A change of the index will compare them."""
+        for start in range(0, len(ids), BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, len(ids))
+            with self.lock:
+                places = self._places(tables[start:stop], ids[start:stop])
+                if not self._pages.resident(self.segments.lines, IDS, _ID_BYTES, places):
+                    self._pages.ask(self.segments.lines, IDS, _ID_BYTES, places)
+            for first in range(start, stop, _WRITTEN_ROWS):
+                yield slice(first, min(first + _WRITTEN_ROWS, stop))
 
     def _append_block(
         self,
@@ -235,8 +246,7 @@ class GroupRows:
         """As `Store.delete`."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        for first in range(0, len(ids), _WRITTEN_ROWS):
-            part = slice(first, first + _WRITTEN_ROWS)
+        for part in self._written_parts(tables, ids):
             with self.lock:
                 self._bury_block(tables[part], ids[part], open_buffer)
             self.lock.give_way()
@@ -271,11 +281,9 @@ class GroupRows:
         return 0 if self.open is None else int(self.segments.lines[self.open.slot, COUNT]) & 0xFFFFFFFF
 
     def _places(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """What `find_places` finds, with the stored ids there in memory: a change of the index will compare them."""
+        """What `find_places` finds. Requires: the lock."""
         places = np.empty(len(ids), np.uint64)
         find_places(self.index.table, self.index.shift, tables, ids, places)
-        if not self._pages.resident(self.segments.lines, IDS, _ID_BYTES, places):
-            self._pages.ask(self.segments.lines, IDS, _ID_BYTES, places)
         return places
 
     def seal(self, store: bytes) -> None:

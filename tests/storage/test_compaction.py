@@ -87,6 +87,22 @@ class TestSpace:
             assert store.note == b"the note"
             assert contents(store, 0).keys() == rows.keys(), "each state is whole"
 
+    def test_a_store_that_was_never_flushed_is_compacted_too(self, tmp_path: Path) -> None:
+        """A segment must be covered by a state to be moved, and none was made while every segment had a live row."""
+        config = StoreConfig(segment_bytes=1 << 15, write_buffer_bytes=1 << 18)
+        with LmdbStore(tmp_path / "s", config=config) as store:
+            table, rows = store.open_table("t", schema_of(32)), {}
+            for step in range(60):
+                ids = np.arange(5000)
+                ids[::50] = 10_000 + step * 100 + np.arange(100)  # which stay as they are
+                rows |= put(store, table, ids, step)
+            stats = store.stats()
+            assert stats.rows_moved > 0
+            assert stats.disk_bytes < 12 * stats.live_bytes, "27 times what is live was put"
+            check_equal(store, table.group, rows)
+        with LmdbStore(tmp_path / "s", config=config) as store:
+            check_equal(store, table.group, rows)
+
     def test_off_means_off(self, tmp_path: Path) -> None:
         store, table, rows = half_dead(tmp_path / "s")
         with store:
