@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tiered_emb.metrics import EngineStats, TierStats
     from tiered_emb.module import TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
     from tiered_emb.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+    from tiered_emb.pipeline import Prefetch, PrefetchStats, prefetch
     from tiered_emb.plan import JaggedIds
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "ModuleClosedError",
     "Normal",
     "PlanReleasedError",
+    "Prefetch",
+    "PrefetchStats",
     "RowwiseAdagrad",
     "TableConfig",
     "TierCapacityError",
@@ -56,9 +59,19 @@ __all__ = [
     "TraceError",
     "TraceWriteError",
     "Uniform",
+    "prefetch",
 ]
 
-_HOMES = ("errors", "plan", "config", "init", "metrics", "optim", "module")  # of the names, cheap ones first
+_HOMES = (
+    "errors",
+    "plan",
+    "config",
+    "init",
+    "metrics",
+    "optim",
+    "module",
+    "pipeline",
+)  # cheap ones first
 
 if not TYPE_CHECKING:  # a type checker knows the names, and takes no other
 

@@ -54,12 +54,20 @@ class _Demand:
     inserts: int
 
     @classmethod
-    def of(cls, batches: Sequence[Coming], times: tuple[int, int] = (1, 1)) -> _Demand:
-        """Of batches planned one after the other, each factor times over."""
+    def of(cls, batches: Sequence[Coming], times: tuple[int, int] = (1, 1), unstored: int | None = None) -> _Demand:
+        """Of batches planned one after the other, each factor times over.
+
+        Only rows that the Store has not got can be new to it: what leaves a tier for these batches is among the
+        `unstored` ones there are (None = not known), what leaves for later ones also among those that come new.
+        """
         moving: dict[int, int] = {}
         for batch in batches:
             moving[batch.group.number] = max(moving.get(batch.group.number, 0), times[0] * batch.missing)
-        return cls(moving, times[1] * sum(batch.missing for batch in batches))
+        inserts = times[1] * sum(batch.missing for batch in batches)
+        if unstored is not None:
+            groups = {batch.group.number: batch.group for batch in batches}.values()
+            inserts = min(inserts, unstored + (times[1] - 1) * sum(group.cold.lately for group in groups))
+        return cls(moving, inserts)
 
 
 _NOTHING = _Demand({}, 0)
@@ -83,6 +91,7 @@ class HostBudget:
         limit_bytes: int,
         shares: Shares,
         store_bytes: Callable[[int], int],
+        stored_rows: Callable[[], int],
     ) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
@@ -90,6 +99,7 @@ class HostBudget:
         self._shares = shares
         self._kind = shares.kinds[shares.lowest]
         self._store_bytes = store_bytes
+        self._stored_rows, self._stored_before = stored_rows, stored_rows()
         self._groups: list[TableGroup] = []
 
     def join(self, group: TableGroup) -> None:
@@ -134,7 +144,7 @@ class HostBudget:
         """Raise TierCapacityError if a tier does not hold its floors any more; it may be lowered, never raised."""
         schema, share = group.schema, self._shares.part(group.schema)
         least = self._shares.least_rows(schema)
-        part = int((self.limit_bytes - fixed_bytes) * share)
+        part = int((self.limit_bytes - fixed_bytes - self.limit_bytes // 32) * share)
         rows = min(group.tiers[-1].capacity_rows, self._kind.capacity_for(max(0, part), schema.row_bytes))
         if rows < least and self._shares.floors(schema):
             tier_bytes = self._tier_bytes(least, schema.row_bytes) / share
@@ -174,7 +184,7 @@ class HostBudget:
     def lower_for_new(self) -> None:
         """Lower the DDR tiers to their shares of what tiers may take; the rest is for new groups."""
         for group in self._groups:
-            self._lower(group, int(self._room(_NOTHING) * self._shares.part(group.schema)))
+            self._lower(group, int((self._room(_NOTHING) - self.limit_bytes // 32) * self._shares.part(group.schema)))
 
     def make_room(self, batches: Sequence[Coming]) -> bool:
         """Fit batches that will be planned one after the other into the budget; whether a tier was lowered.
@@ -192,8 +202,13 @@ class HostBudget:
         if self._charged(wish) <= self.limit_bytes:
             self._note(need)
             return False
+        unstored = self._unstored_rows()  # takes a moment, so only here
+        need = _Demand.of(batches, unstored=unstored)
+        if self._charged(_Demand.of(batches, _CALM, unstored) if calm else need) <= self.limit_bytes:
+            self._note(need)
+            return False
         least = {group.number: self._least(group, batches) for group in self._groups}
-        ample = _Demand.of(batches, _AMPLE)
+        ample = _Demand.of(batches, _AMPLE, unstored)
         if calm and self._room(ample) >= sum(least.values()) and self._share(ample, least):
             return True
         if self._charged(need) <= self.limit_bytes:
@@ -202,6 +217,11 @@ class HostBudget:
         if sum(least.values()) > self._room(need) or not self._share(need, least):
             raise self._too_small(batches)
         return True
+
+    def _unstored_rows(self) -> int:
+        """The most rows of tiers that the Store has not got: what was initialised, less what it has got since."""
+        initialised = sum(group.cold.initialised for group in self._groups)
+        return max(0, initialised - max(0, self._stored_rows() - self._stored_before))
 
     def _share(self, demand: _Demand, least: dict[int, int]) -> bool:
         """Lower DDR tiers so that ``demand`` fits: each keeps its least and a share, by its size, of the rest. Whether

@@ -62,6 +62,9 @@ main.add_command(policies)
     help="Which rows that leave the HBM tier may come into the DDR tier: always, tinylfu[:N], probability[:P].",
 )
 @click.option(
+    "--lookahead", type=int, default=2, show_default=True, help="Batches whose rows are brought in ahead; 0 = none."
+)
+@click.option(
     "--optimizer",
     default="rowwise_adagrad",
     show_default=True,

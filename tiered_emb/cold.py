@@ -48,11 +48,13 @@ class ColdRows:
     Attributes:
         tables: by table number.
         unwritten: number of rows the Store has refused so far.
+        initialised, lately: rows that were made by initializers, since the start and by the last read: the Store has
+            not got them.
     """
 
     def __init__(self, store: Store, group: int, schema: RowSchema) -> None:
         self.tables: dict[int, Table] = {}
-        self.unwritten = 0
+        self.unwritten = self.initialised = self.lately = 0
         self._store = store
         self._group = group
         self._dim = schema.columns[0].width
@@ -67,8 +69,11 @@ class ColdRows:
             kept = np.zeros(len(ids), np.bool_)
             self._kept.get(RowIds(self._kept_group, tables, ids), data, kept)
             found |= kept
-        if not found.all():
-            self._initialise(np.flatnonzero(~found), tables, ids, out)
+        new = np.flatnonzero(~found)
+        self.lately = len(new)
+        self.initialised += len(new)
+        if len(new):
+            self._initialise(new, tables, ids, out)
 
     def write(self, tables: TableNumbers, ids: Ids, rows: Rows) -> Exception | None:
         """Store ``rows`` (N, D + K); if the Store cannot take them, keep them and return its error."""

@@ -12,12 +12,15 @@ last. A trace that cannot be written stops the look-up that it would lack, and n
 Not covered: a batch's own ids, outputs and gradients, a Store in memory (its rows are the user's choice), rows a full
 disk has refused, the buffer of a trace, and pages of the Store's file that the system caches.
 
-One thread at a time, the one that plans.
+Threads: verbs that plan, move or read rows anywhere, or that speak to the Store, take the ``road``, a lock of the
+engine's; so a Store is used by one thread at a time. Beside the thread that trains there may be one that prepares later
+batches (:mod:`tiered_emb.pipeline`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -61,11 +64,15 @@ class Engine:
         groups: by row schema.
         progress: what the Store's note keeps of each table, by number.
         recorder: the trace that look-ups are recorded in, if they are.
+        road: held by the thread whose batch, or other verb, is on the road.
+        cancels: lets go of what is prepared ahead for a module, by the module's `id`.
     """
 
     def __init__(self, config: TierConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self.road = threading.RLock()
+        self.cancels: dict[int, Callable[[], None]] = {}
         self._place = place_of(config)  # as it was at first: links and the working directory may change
         self.store, self._owned = open_store(config)
         self.groups: dict[RowSchema, TableGroup] = {}
@@ -84,7 +91,7 @@ class Engine:
         self._workers = WorkerPool(torch.get_num_threads())
         counted = not isinstance(self.store, VolatileStore)
         store_bytes = self.store.memory_after if counted else lambda inserts: 0
-        self._budget = HostBudget(config.ddr_budget_bytes, self._shares, store_bytes)
+        self._budget = HostBudget(config.ddr_budget_bytes, self._shares, store_bytes, lambda: self.store.stats().rows)
 
     @classmethod
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:
@@ -112,20 +119,21 @@ class Engine:
         somebody has closed the Store, which will never take them. A trace that cannot be written to its end is
         reported once all else is done: the module is gone then.
         """
-        last = self._users == 1
-        try:
-            if last:
-                self._flush_rows()
-        except StoreClosedError:
+        with self.road:
+            try:
+                if self._users == 1:
+                    self._flush_rows()
+            except StoreClosedError:
+                self._let_go(names)
+                raise
             self._let_go(names)
-            raise
-        self._let_go(names)
 
     def abandon(self, names: Sequence[str]) -> None:
         """A module is gone without a close: what was not flushed is lost, as if the process had died."""
-        if self._users == 1 and isinstance(self.store, LmdbStore) and self._owned:
-            self.store.abandon()  # closing it would make its last writes a complete state
-        self._let_go(names)
+        with self.road:
+            if self._users == 1 and isinstance(self.store, LmdbStore) and self._owned:
+                self.store.abandon()  # closing it would make its last writes a complete state
+            self._let_go(names)
 
     def _let_go(self, names: Sequence[str]) -> None:
         self._users -= 1
@@ -175,6 +183,18 @@ class Engine:
         TierCapacityError if the budgets hold no row of one or not what floors keep, TraceWriteError, and what the Store
         raises; the engine is as it was then.
         """
+        with self.road:
+            self.cancel_ahead()  # tiers may have to be lowered, in which nothing pinned may stand
+            return self._add_tables(tables, rule, seed)
+
+    def cancel_ahead(self) -> None:
+        """Let go of everything that is prepared for later forwards, whichever module's: they share the tiers."""
+        for cancel in list(self.cancels.values()):
+            cancel()
+
+    def _add_tables(
+        self, tables: Sequence[TableConfig], rule: RowRule, seed: int | None
+    ) -> list[tuple[TableGroup, TableRef]]:
         for table in tables:
             if table.name in self.tables:
                 raise ConfigError(
@@ -276,10 +296,11 @@ class Engine:
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state; write what was recorded."""
-        self._flush_rows()
-        if self.recorder is not None:
-            with Uninterrupted():
-                self.recorder.flush()
+        with self.road:
+            self._flush_rows()
+            if self.recorder is not None:
+                with Uninterrupted():
+                    self.recorder.flush()
 
     def _flush_rows(self) -> None:
         for group in self.groups.values():
@@ -301,8 +322,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """All tiers of all groups, by name, and the Store."""
-        names = [name for name in ("hbm", "ddr") if any(tier.name == name for tier in self._tiers())]
-        return EngineStats([self._tier_stats(name) for name in names], self.store.stats())
+        with self.road:
+            names = [name for name in ("hbm", "ddr") if any(tier.name == name for tier in self._tiers())]
+            return EngineStats([self._tier_stats(name) for name in names], self.store.stats())
 
     def _tiers(self) -> Iterator[Tier]:
         return (tier for group in self.groups.values() for tier in group.tiers)

@@ -34,12 +34,12 @@ class Use:
 
     Attributes:
         plan: the forward's.
-        grad: (B, D); what it holds for bags that played no part in the loss means nothing.
+        grads: of F features (B, D) each; what they hold for bags that played no part in the loss means nothing.
         taking_part: (N,) positions whose bags did, ascending; None = all. Rows of other positions only are not updated.
     """
 
     plan: Plan
-    grad: torch.Tensor
+    grads: Sequence[torch.Tensor]
     taking_part: NDArray[np.int64] | None = None
 
 
@@ -49,7 +49,8 @@ class RowGradients:
 
     Attributes:
         slots: (U,) int32, distinct.
-        grad: (B, D) gradient of the pooled outputs.
+        located: where the gradient of each position is, for the device's kernels; None if `arg` is not.
+        grad: (F * B, D) gradient of outputs pooled by maximum, or None.
         bags: (N,) int32 bag of each position.
         weights: (N,) float32 factor of each position, or None.
         arg: (B, D) int32 position that won a max bag, or None.
@@ -57,7 +58,8 @@ class RowGradients:
     """
 
     slots: Slots
-    grad: torch.Tensor
+    located: Any
+    grad: torch.Tensor | None
     bags: torch.Tensor
     weights: torch.Tensor | None
     arg: torch.Tensor | None
@@ -65,24 +67,27 @@ class RowGradients:
     position: torch.Tensor
 
 
-def row_gradients(uses: Sequence[Use], deduper: batch_kernels.Deduper, scratch: Scratch) -> RowGradients:
+def row_gradients(tier: Tier, uses: Sequence[Use], deduper: batch_kernels.Deduper, scratch: Scratch) -> RowGradients:
     """Line up the gradients of all ``uses`` of one set of tables; the arrays are ``scratch``'s until the next call."""
     if len(uses) == 1 and uses[0].taking_part is None:
         batch, slots, inverse = uses[0].plan.batch, uses[0].plan.slots, uses[0].plan.batch.inverse.numpy()
         bags, arg = batch.bags, uses[0].plan.arg
-        grad, in_bag, weights = _of_sums(uses[0].grad, bags), bag_numbers(bags, scratch), bags.weights
+        grads, in_bag, weights = _of_sums(uses[0].grads, bags), bag_numbers(bags, scratch), bags.weights
     else:
         slots, inverse = _shared_slots(uses, deduper)
         grad, in_bag = _joined_bags(uses, scratch)
+        grads = [grad]
         weights, arg = _joined_weights(uses), _joined_winners(uses)
     start = scratch.take("start", len(slots) + 1, np.int64)
     position = scratch.take("position", len(inverse), np.int32)
     batch_kernels.group_positions(inverse, len(slots), start, position)
-    device = grad.device
+    device = grads[0].device
+    in_bag = in_bag.to(device)
     return RowGradients(
         slots,
-        grad,
-        in_bag.to(device),
+        tier.kernels.locate_gradients(grads, in_bag, scratch) if arg is None else None,
+        None if arg is None else _under_each_other(grads),
+        in_bag,
         None if weights is None else weights.to(device),
         arg,
         torch.from_numpy(start).to(device),
@@ -94,7 +99,7 @@ def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, wo
     """Sum each row's gradients and change the row; rows are partitioned over ``workers``, each row whole."""
     slab, slots = tier.slab, tier.on_device(work.slots)
 
-    tier.dirty[work.slots] = True  # first, so that it is true of rows changed by an update that fails half-way
+    batch_kernels.mark(tier.dirty, work.slots)  # first: also rows of an update that fails half-way
 
     def part(first: int, last: int) -> None:
         shape = min(CHUNK_ROWS, last - first), slab.weight.shape[1]
@@ -121,10 +126,10 @@ def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratc
 
 
 def _sum(tier: Tier, work: RowGradients, first: int, last: int, out: torch.Tensor) -> None:
-    if work.arg is not None:
+    if work.arg is not None and work.grad is not None:
         tier.kernels.sum_gradients_max(work.grad, work.arg, work.bags, work.start, work.position, first, last, out)
     else:
-        tier.kernels.sum_gradients(work.grad, work.bags, work.weights, work.start, work.position, first, last, out)
+        tier.kernels.sum_gradients(work.located, work.weights, work.start, work.position, first, last, out)
 
 
 def bag_numbers(bags: Bags, scratch: Scratch) -> torch.Tensor:
@@ -134,12 +139,20 @@ def bag_numbers(bags: Bags, scratch: Scratch) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _of_sums(grad: torch.Tensor, bags: Bags) -> torch.Tensor:
-    """Gradient of the bags' sums: a mean's is divided by the bag's length."""
-    grad = grad.contiguous()
-    if bags.mode != "mean":
-        return grad
-    return grad / bags.offsets.diff().clamp(min=1).unsqueeze(1).to(grad)
+def _of_sums(grads: Sequence[torch.Tensor], bags: Bags) -> Sequence[torch.Tensor]:
+    """Gradients of the bags' sums: a mean's are divided by the bag's length."""
+    if bags.mode != "mean" or _longest(bags) <= 1:
+        return grads
+    lengths = bags.offsets.diff().clamp(min=1).unsqueeze(1).to(grads[0])
+    return [grad / part for grad, part in zip(grads, lengths.tensor_split(len(grads)), strict=True)]
+
+
+def _longest(bags: Bags) -> int:
+    return int(bags.offsets.diff().max()) if bags.num_bags else 0
+
+
+def _under_each_other(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    return grads[0].contiguous() if len(grads) == 1 else torch.cat(list(grads))
 
 
 def _shared_slots(uses: Sequence[Use], deduper: batch_kernels.Deduper) -> tuple[Slots, NDArray[np.int32]]:
@@ -152,13 +165,15 @@ def _shared_slots(uses: Sequence[Use], deduper: batch_kernels.Deduper) -> tuple[
 
 def _joined_bags(uses: Sequence[Use], scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of all uses under each other, and the bag of each position in that list."""
-    grads, bags, seen = [], [], 0
+    grads: list[torch.Tensor] = []
+    bags: list[torch.Tensor] = []
+    seen = 0
     for use in uses:
-        grads.append(_of_sums(use.grad, use.plan.batch.bags))
+        grads += _of_sums(use.grads, use.plan.batch.bags)
         numbers = bag_numbers(use.plan.batch.bags, scratch).numpy()
         bags.append(torch.from_numpy(_taking_part(use, numbers) + np.int32(seen)))
         seen += use.plan.batch.bags.num_bags
-    return torch.cat(grads), torch.cat(bags)
+    return _under_each_other(grads), torch.cat(bags)
 
 
 def _taking_part(use: Use, positions: NDArray[Any]) -> NDArray[Any]:

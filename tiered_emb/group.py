@@ -21,7 +21,11 @@ back up. Invariants:
 - Bad input and a batch that does not fit are refused before anything changes. A read that fails takes back the slots
   that were planned for its rows; a row that the Store refuses stays readable and is written once there is room.
 
-All verbs belong to one thread at a time; :mod:`tiered_emb.engine` owns budgets and the Store's life.
+Threads: the verbs that plan, move or read rows anywhere belong to whoever holds the engine's road. ``lookup``,
+``update``, ``weight_gradients`` and ``release`` do not: they touch slots that the caller's plan has pinned, and run
+beside the others, in the one thread that trains. What is unpinned is a message that the next plan reads.
+
+:mod:`tiered_emb.engine` owns budgets and the Store's life.
 
 Shapes: N ids, U unique ids, M missing rows, V victims, D dimension, K state width.
 """
@@ -46,13 +50,29 @@ from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gra
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.moves import Moves
 from tiered_emb.optim import RowRule
-from tiered_emb.plan import Bags, IdBatch, Ids, Pin, Plan, Rows, Slots, TableNumbers
+from tiered_emb.plan import (
+    Bags,
+    BatchArrays,
+    IdBatch,
+    Ids,
+    Pin,
+    Plan,
+    Rows,
+    Slots,
+    TableNumbers,
+    Unpinned,
+)
 from tiered_emb.reading import pool_rows, read_rows
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
 
 _WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
+_MOST_SPARE = 8  # arrays of batches that are kept for the next ones
+
+
+def _unseen(place: str) -> None:
+    """Nobody wants to know where the time goes."""
 
 
 class TableGroup:
@@ -80,9 +100,11 @@ class TableGroup:
         self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
         self._workers = workers
         self._deduper = batch_kernels.Deduper()
+        self._update_deduper = batch_kernels.Deduper()  # of the thread that trains, as is the scratch
         self._scratch = Scratch()  # of a batch's positions
-        self._plans = 0
-        self._dropped: deque[Slots] = deque()
+        self._plans = self._forwards = 0
+        self._unpinned: deque[Unpinned] = deque()
+        self._spare: list[BatchArrays] = []
 
     @property
     def top(self) -> Tier:
@@ -116,11 +138,19 @@ class TableGroup:
 
     def dedupe(self, ids: Ids, segments: NDArray[np.int64], tables: TableNumbers, bags: Bags) -> IdBatch:
         """The unique ids of a forward. Segment f, ``ids[segments[f]:segments[f + 1]]``, belongs to ``tables[f]``."""
-        unique = batch_kernels.UniqueIds.empty(len(ids))
+        n, mine = len(ids), self._take_arrays(len(ids))
+        unique = batch_kernels.UniqueIds(mine.ids, mine.tables, mine.counts, mine.inverse)
         count = self._deduper.dedupe(ids, segments, tables, unique)
-        return IdBatch(
-            unique.tables[:count], unique.ids[:count], unique.counts[:count], torch.from_numpy(unique.inverse), bags
-        )
+        inverse = torch.from_numpy(mine.inverse[:n])
+        return IdBatch(mine.tables[:count], mine.ids[:count], mine.counts[:count], inverse, bags, mine)
+
+    def _take_arrays(self, n: int) -> BatchArrays:
+        """Spare arrays for n ids; new ones with some room if there are none so large."""
+        while self._spare:
+            arrays = self._spare.pop()
+            if len(arrays.ids) >= n:
+                return arrays
+        return BatchArrays.empty(n + n // 4)
 
     def plan(self, batch: IdBatch) -> Plan:
         """Decide which slot each unique id gets, which rows come from where and which leave; no row moves.
@@ -139,7 +169,7 @@ class TableGroup:
             raise self._too_small(len(batch.ids), short)
         self.moves.row_buffer(len(missing))  # no memory for it: better now than with the slots promised
         plan = self._admit(batch, slots, missing)
-        plan.pin = Pin(plan.slots, self._dropped)
+        plan.pin = Pin(plan.slots, self._unpinned)
         return plan
 
     def fetch(self, plan: Plan) -> Rows:
@@ -152,14 +182,14 @@ class TableGroup:
             self.cold.read(plan.batch.tables[outside], plan.batch.ids[outside], rows[from_lower:])
         return rows
 
-    def commit(self, plan: Plan, rows: Rows) -> None:
-        """Move the plan's victims out and the fetched rows in.
+    def commit(self, plan: Plan, rows: Rows, at: Callable[[str], None] = _unseen) -> None:
+        """Move the plan's victims out and the fetched rows in. `at` as of `prepare`.
 
         Raises the Store's error if it did not take a victim; by then every row is in its place, and the victim among
         the cold rows.
         """
         try:
-            self._move_victims(plan)
+            self._move_victims(plan, at)
         finally:
             self.top.write(plan.slots[plan.missing], rows)
 
@@ -171,31 +201,50 @@ class TableGroup:
 
     def update(self, uses: Sequence[Use], rule: RowRule, step: int) -> None:
         """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
-        work = row_gradients(uses, self._deduper, self._scratch)
+        work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
         apply_gradients(self.top, work, rule, step, self._workers)
 
     def release(self, plan: Plan) -> None:
-        """Unpin the plan's slots; once."""
-        if plan.pin is not None and not plan.pin.released:
-            plan.pin.released = True
-            self.top.directory.unpin(plan.slots)
+        """Have the plan's slots unpinned before the next plan is made; once."""
+        if plan.pin is not None:
+            plan.pin.release(None)
+
+    def finish(self, plan: Plan) -> None:
+        """Release the plan of a batch that is over: other batches may use its arrays."""
+        if plan.pin is not None:
+            plan.pin.release(plan.batch.arrays)
 
     def release_dropped(self) -> None:
-        """Unpin the slots of plans that nobody holds any more."""
-        while self._dropped:
-            self.top.directory.unpin(self._dropped.popleft())
+        """Unpin the slots of plans that were released, or that nobody holds any more."""
+        while self._unpinned:
+            slots, arrays = self._unpinned.popleft()
+            self.top.directory.unpin(slots)
+            if arrays is not None and len(self._spare) < _MOST_SPARE:
+                self._spare.append(arrays)
 
-    def prepare(self, batch: IdBatch) -> Plan:
-        """Plan, fetch and commit, one after the other; a failure leaves no pin and loses no row."""
+    def number_forward(self, plan: Plan) -> None:
+        """A forward uses the plan now: gradients of several forwards are summed in the order of this."""
+        self._forwards += 1
+        plan.number = self._forwards
+
+    def prepare(self, batch: IdBatch, at: Callable[[str], None] = _unseen) -> Plan:
+        """Plan, fetch and commit, one after the other; a failure leaves no pin and loses no row.
+
+        Args:
+            at: is told which tier, or "store", the time from now on goes to.
+        """
+        at("store" if self.cold.unwritten else self.top.name)
         self.cold.retry()
+        at(self.top.name)
         plan = self.plan(batch)
+        at("store" if len(plan.missing) > len(plan.lower_from) else self.tiers[-1].name)
         try:
             rows = self.fetch(plan)
         except BaseException:
             self._take_back(plan)
             raise
         try:
-            self.commit(plan, rows)
+            self.commit(plan, rows, at)
         except BaseException:
             self.release(plan)
             raise
@@ -281,6 +330,7 @@ class TableGroup:
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
         """Lower a tier's capacity; rows without room leave for the Store, those that floors keep excepted. Raises what
         the Store raises, after that."""
+        self.release_dropped()
         gone = tier.shrink(capacity_rows)
         lacking = np.flatnonzero(room.lacking(tier.directory, gone.tables))
         kept = np.zeros(len(gone.ids), np.bool_)
@@ -294,7 +344,7 @@ class TableGroup:
 
     def _find(self, batch: IdBatch) -> tuple[Slots, Slots]:
         """Slots (U,) in the top tier, -1 = absent, and the absent ones' positions, once there is room for the batch."""
-        slots = np.empty(len(batch.ids), np.int32)
+        slots = batch.arrays.slots[: len(batch.ids)]
         while True:
             found = self.top.directory.find(batch.tables, batch.ids, slots)
             missing = np.flatnonzero(slots < 0).astype(np.int32) if found < len(slots) else np.empty(0, np.int32)
@@ -303,12 +353,13 @@ class TableGroup:
                 return slots, missing
 
     def _admit(self, batch: IdBatch, slots: Slots, missing: Slots) -> Plan:
-        top, hits = self.top, slots >= 0
+        top = self.top
         self._plans += 1
         top.counters.add("hits", batch.tables)
         if len(missing) == 0:
             top.directory.touch(slots, batch.counts)
             return Plan(self._plans, batch, slots, missing, missing)
+        hits = slots >= 0
         top.directory.touch(slots[hits], batch.counts[hits])
         top.counters.add("hits", batch.tables[missing], -1)
         top.counters.add("misses", batch.tables[missing])
@@ -360,17 +411,20 @@ class TableGroup:
             f"it needs {self.top_bytes(short.rows)} bytes: raise {top.name}_bytes to that or use smaller batches"
         )
 
-    def _move_victims(self, plan: Plan) -> None:
+    def _move_victims(self, plan: Plan, at: Callable[[str], None] = _unseen) -> None:
         """Rows that leave the lower tier, then rows that leave the top one; raises the last error of the Store."""
         victims, gone = plan.victims, plan.lower_victims
         error = None
+        at("store")
         if self.lower is not None:
             error = self.moves.to_store(self.lower, gone, np.flatnonzero(gone.dirty))
         error = (
             self.moves.to_store(self.top, victims, np.flatnonzero((victims.lower_slots < 0) & victims.dirty)) or error
         )
         if self.lower is not None:
+            at(self.lower.name)
             self.moves.down(self.top, self.lower, victims)
+        at(self.top.name)
         if error is not None:
             raise error
 
@@ -382,4 +436,5 @@ class TableGroup:
             self._move_victims(plan)
         self.top.write(plan.slots[plan.missing[:from_lower]], rows[:from_lower])
         self.release(plan)
+        self.release_dropped()
         self.top.remove(plan.slots[plan.missing[from_lower:]])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -90,7 +90,8 @@ class Updates:
         for lookup in dict.fromkeys(lookup for lookup, _ in uses):
             mine = sorted((use for one, use in uses if one is lookup), key=lambda use: use.plan.number)
             lookup.group.update(mine, self._rule(), self.steps)
-            _release(lookup, mine)
+            for use in mine:
+                lookup.group.finish(use.plan)
         self._after(self.steps)
 
     def discard(self) -> None:
@@ -154,6 +155,51 @@ class Question:
         """Unpin what an answer that nobody will get has pinned; a traceback may keep its tensors for long."""
         if self.plan is not None:
             self.lookup.group.release(self.plan)
+            self.plan = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupInput:
+    """What one look-up is given in one forward, not looked at yet.
+
+    Attributes:
+        lookup: that is asked.
+        names: F features.
+        ids: (N,) int64; features, then bags, one after the other.
+        ends: (F * B + 1,) int64 as JaggedIds' offsets.
+        weights: (N,) float32 per-sample weights as autograd knows them, or None.
+    """
+
+    lookup: TableLookup
+    names: Sequence[str]
+    ids: Ids
+    ends: Ends
+    weights: torch.Tensor | None
+
+    def ask(self) -> Question:
+        """As ``TableLookup.ask``."""
+        return self.lookup.ask(self.names, self.ids, self.ends, self.weights)
+
+    def kept(self) -> LookupInput:
+        """The same with arrays of its own, whatever becomes of the caller's."""
+        weights = None if self.weights is None else self.weights.detach().clone()
+        return replace(self, ids=self.ids.copy(), ends=self.ends.copy(), weights=weights)
+
+    def equals(self, other: LookupInput) -> bool:
+        """Whether both ask for the same, by value."""
+        return (
+            self.lookup is other.lookup
+            and list(self.names) == list(other.names)
+            and np.array_equal(self.ids, other.ids)
+            and np.array_equal(self.ends, other.ends)
+            and _equal_weights(self.weights, other.weights)
+        )
+
+
+def _equal_weights(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one.detach(), other)
 
 
 class TableLookup:
@@ -188,14 +234,16 @@ class TableLookup:
         return Question(self, self._batch(features, ids, ends, weights), weights, len(names))
 
     def answer(self, question: Question, training: bool) -> tuple[torch.Tensor, ...]:
-        """Pooled rows (B, D) of each of the F features.
+        """Pooled rows (B, D) of each of the F features. Requires: the engine's road, unless the question has a plan.
 
         With ``training`` and gradients enabled the batch is admitted to the tiers; otherwise nothing is left behind.
         Raises TierCapacityError as ``TableGroup.plan``, and what the Store raises.
         """
         batch, weights, features = question.batch, question.weights, question.num_features
         if training and torch.is_grad_enabled():
-            question.plan = plan = self.group.prepare(batch)
+            plan = question.plan if question.plan is not None else self.group.prepare(batch)
+            question.plan = plan
+            self.group.number_forward(plan)
             outs: tuple[torch.Tensor, ...] = _Pooled.apply(self._anchor, weights, self, plan, features)  # type: ignore[no-untyped-call]
             return outs
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
@@ -264,12 +312,13 @@ class _Pooled(torch.autograd.Function):
         used = [grad is not None for grad in grads]
         if not any(used):
             return None, None, None, None, None
-        grad = _joined(grads)
+        given = _given(grads)
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = lookup.group.weight_gradients(plan, grad).to(ctx.weights_device)
+            joined = given[0] if len(given) == 1 else torch.cat(given)
+            weight_grad = lookup.group.weight_gradients(plan, joined).to(ctx.weights_device)
         if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # the anchor's: rows are to be trained
-            lookup._updates.record(lookup, Use(plan, grad, None if all(used) else _positions(plan, used)))
+            lookup._updates.record(lookup, Use(plan, given, None if all(used) else _positions(plan, used)))
         return None, weight_grad, None, None, None
 
 
@@ -286,11 +335,10 @@ def _by_feature(out: torch.Tensor, features: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _joined(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Gradients of all features under each other; zeros where a feature played no part."""
+def _given(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Gradients of all features; zeros where a feature played no part."""
     shape = next(grad for grad in grads if grad is not None)
-    parts = [torch.zeros_like(shape) if grad is None else grad.detach() for grad in grads]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return [torch.zeros_like(shape) if grad is None else grad.detach() for grad in grads]
 
 
 def _positions(plan: Plan, used: Sequence[bool]) -> NDArray[np.int64]:

@@ -39,7 +39,7 @@ from tiered_emb.inputs import (
     select,
     without,
 )
-from tiered_emb.lookup import Feature, TableLookup, UpdateTime
+from tiered_emb.lookup import Feature, LookupInput, TableLookup, UpdateTime
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Ids, JaggedIds
 from tiered_emb.tables import ModuleOptions, TieredTables
@@ -82,21 +82,25 @@ class TieredEmbeddingBagCollection(TieredTables):
 
         Every feature of the tables must be in the batch, in any order, and no other.
         """
+        pooled: dict[str, torch.Tensor] = {}
+        inputs = self.lookup_inputs(batch)
+        for one, outs in zip(inputs, self._answers(inputs), strict=True):
+            pooled.update(zip(one.names, map(self._to_device, outs), strict=True))
+        return {name: pooled[name] for name in batch.features}
+
+    def lookup_inputs(self, batch: JaggedIds) -> list[LookupInput]:
+        """What the batch asks of each look-up; arguments as of `forward`."""
         self._check_open()
         check_features(batch, self.feature_names)
         ids, ends = as_ids(batch.ids), as_ids(batch.offsets, "offsets")
         check_ends(ends, len(ids), "the batch")
         if (len(ends) - 1) % len(batch.features):
             raise InvalidBatchError(f"{len(ends) - 1} bags do not divide over {len(batch.features)} features")
-        pooled: dict[str, torch.Tensor] = {}
         asked = [[name for name in batch.features if name in lookup.features] for lookup in self._lookups]
-        questions = [
-            lookup.ask(names, *select(batch, ids, ends, names))
+        return [
+            LookupInput(lookup, names, *select(batch, ids, ends, names))
             for lookup, names in zip(self._lookups, asked, strict=True)
         ]
-        for names, outs in zip(asked, self._answers(questions), strict=True):
-            pooled.update(zip(names, map(self._to_device, outs), strict=True))
-        return {name: pooled[name] for name in batch.features}
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Weights (N, D) of a table's rows, wherever they are; leaves no trace. Raises IdRangeError."""
@@ -238,13 +242,20 @@ class TieredEmbeddingBag(_OneTable):
             offsets: (B,) first position of each bag, or (B + 1,) with ``include_last_offset``.
             per_sample_weights: of ``input``'s shape, float32; mode "sum" only.
         """
+        ((out,),) = self._answers(self.lookup_inputs(input, offsets, per_sample_weights))
+        return self._to_device(out)
+
+    def lookup_inputs(
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> list[LookupInput]:
+        """What the batch asks of the look-up; arguments as of `forward`."""
         self._check_open()
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidBatchError(f"per_sample_weights go with mode 'sum', not {self.mode!r}")
         ends = bag_ends(input, offsets, self.include_last_offset)
         weights = flat_weights(per_sample_weights, input)
         ids, ends, weights = self._unpadded(as_ids(input.reshape(-1)), ends, weights)
-        return self._to_device(self._answers([self._lookup.ask([self.name], ids, ends, weights)])[0][0])
+        return [LookupInput(self._lookup, [self.name], ids, ends, weights)]
 
 
 class TieredEmbedding(_OneTable):
@@ -281,8 +292,12 @@ class TieredEmbedding(_OneTable):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows (*, D) of ids (*); zeros, without a gradient, where the id is ``padding_idx``."""
+        ((out,),) = self._answers(self.lookup_inputs(input))
+        return self._to_device(out.view(*input.shape, self.embedding_dim))
+
+    def lookup_inputs(self, input: torch.Tensor) -> list[LookupInput]:
+        """What the batch asks of the look-up; arguments as of `forward`."""
         self._check_open()
         check_integers(input)
         ids, ends, _ = self._unpadded(as_ids(input.reshape(-1)), np.arange(input.numel() + 1, dtype=np.int64), None)
-        ((out,),) = self._answers([self._lookup.ask([self.name], ids, ends, None)])
-        return self._to_device(out.view(*input.shape, self.embedding_dim))
+        return [LookupInput(self._lookup, [self.name], ids, ends, None)]

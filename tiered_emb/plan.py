@@ -24,6 +24,7 @@ Ids = NDArray[np.int64]
 TableNumbers = NDArray[np.uint32]
 Slots = NDArray[np.int32]
 Rows = NDArray[np.float32]
+Unpinned = tuple["Slots", "BatchArrays | None"]  # slots of a plan that is over, and arrays to be used again
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +120,27 @@ class Bags:
         return self.offsets.numel() - 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchArrays:
+    """Memory for one batch at a time of up to N ids, used again once its rows were updated.
+
+    Attributes:
+        ids, tables, counts, inverse, slots: (N,) each, for the arrays of an :class:`IdBatch` and of its plan.
+    """
+
+    ids: Ids
+    tables: TableNumbers
+    counts: NDArray[np.int32]
+    inverse: NDArray[np.int32]
+    slots: Slots
+
+    @classmethod
+    def empty(cls, n: int) -> BatchArrays:
+        """For n ids, contents undefined."""
+        small = [np.empty(n, np.int32) for _ in range(3)]
+        return cls(np.empty(n, np.int64), np.empty(n, np.uint32), *small)
+
+
 @dataclass(slots=True, eq=False)
 class IdBatch:
     """The ids of one forward in one group, each (table, id) once, in order of first appearance.
@@ -129,6 +151,7 @@ class IdBatch:
         counts: (U,) int32, how often each was asked for.
         inverse: (N,) int32: position p of the forward asks for unique id ``inverse[p]``.
         bags: how the N positions are pooled.
+        arrays: the memory that all of them lie in.
     """
 
     tables: TableNumbers
@@ -136,6 +159,7 @@ class IdBatch:
     counts: NDArray[np.int32]
     inverse: torch.Tensor
     bags: Bags
+    arrays: BatchArrays
 
 
 @dataclass(slots=True, eq=False)
@@ -176,20 +200,25 @@ class Victims:
 class Pin:
     """The pins of one plan, so that they end with it whatever becomes of it.
 
-    A plan that is dropped (its output was never used, an exception) posts its slots to ``dropped``, which the planner
+    A plan that is dropped (its output was never used, an exception) posts its slots to ``unpinned``, which the planner
     empties before the next plan: dropping may happen in any thread and at any moment, a Directory is one thread's.
     """
 
-    __slots__ = ("_dropped", "released", "slots")
+    __slots__ = ("_unpinned", "released", "slots")
 
-    def __init__(self, slots: Slots, dropped: deque[Slots]) -> None:
+    def __init__(self, slots: Slots, unpinned: deque[Unpinned]) -> None:
         self.slots = slots
         self.released = False
-        self._dropped = dropped
+        self._unpinned = unpinned
+
+    def release(self, spare: BatchArrays | None) -> None:
+        """Post the slots, and arrays that nobody needs any more; once."""
+        if not self.released:
+            self.released = True
+            self._unpinned.append((self.slots, spare))
 
     def __del__(self) -> None:
-        if not self.released:
-            self._dropped.append(self.slots)
+        self.release(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +226,7 @@ class Plan:
     """What is decided about one batch before any row moves.
 
     Attributes:
-        number: plans count upwards in batch order.
+        number: of the forward that uses it, counted upwards; until then, of the plan.
         batch: the ids.
         slots: (U,) int32 top-tier slot of each unique id, pinned until release.
         missing: (M,) int32 positions in ``batch.ids`` that are not in the top tier yet; the H that lie in the lower

@@ -6,11 +6,11 @@ Shapes: N ids, D dimension, K state width.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from tiered_emb.engine import Engine
 from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError, TraceError
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import checked_ids, kind_of, listed
-from tiered_emb.lookup import Question, Updates, UpdateTime, forget_failed_passes
+from tiered_emb.lookup import LookupInput, Question, Updates, UpdateTime, forget_failed_passes
 from tiered_emb.metrics import EngineStats
 from tiered_emb.optim import RowRule, RowwiseAdagrad
 from tiered_emb.optim.facade import RowOptimizer
@@ -53,6 +53,23 @@ class ModuleOptions:
     device: torch.device | str | None = None
 
 
+class Ahead(Protocol):
+    """Who prepares forwards before they come: :mod:`tiered_emb.pipeline`."""
+
+    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> list[Question] | None:
+        """What was prepared for a forward with these inputs, once it is; None = nothing. Each is given once."""
+
+    def cancel(self) -> None:
+        """Let go of everything that is prepared and was not taken."""
+
+    def stop(self) -> None:
+        """The module closes: prepare nothing more for it."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it still is."""
+
+
 class TieredTables(nn.Module):
     """What the modules share: tables in an engine, their optimizer, their life. Not used by itself.
 
@@ -68,6 +85,7 @@ class TieredTables(nn.Module):
         self._rule = RowwiseAdagrad(lr=0.01) if options.optimizer is None else options.optimizer
         self._optimizer: RowOptimizer | None = None
         self._closed = False
+        self._ahead: Ahead | None = None
         self._breaks = Uninterrupted.breaks
         with Uninterrupted():
             self._engine = Engine.open(TierConfig() if options.tiers is None else options.tiers, self.device)
@@ -109,6 +127,7 @@ class TieredTables(nn.Module):
         """
         if self._closed:
             return
+        self._stop_ahead()
         if self._broken():
             self._abandon()
             return
@@ -121,8 +140,13 @@ class TieredTables(nn.Module):
                 raise
             self._end()
 
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+
     def _end(self) -> None:
         self._closed = True
+        self._engine.cancels.pop(id(self), None)
         self._dropped.detach()
         self._updates.close()
 
@@ -160,35 +184,94 @@ class TieredTables(nn.Module):
     def _abandon(self) -> None:
         """Let go without a flush: an interrupt may have come in the middle of a step, which is no complete state."""
         if not self._closed:
+            self._stop_ahead()
             self._updates.discard()
             try:
                 self._engine.abandon([table.name for table in self.tables])
             finally:
                 self._end()
 
-    def _answers(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
-        """The outputs of one forward's look-ups; before they are refused for want of room, what failed passes still
-        hold is let go."""
-        self._updates.drop_failed()
-        try:
-            return self._answered(questions)
-        except TierCapacityError:
-            forget_failed_passes()
-        return self._answered(questions)
+    def _answers(self, inputs: Sequence[LookupInput]) -> list[tuple[torch.Tensor, ...]]:
+        """The outputs of one forward's look-ups: of what was prepared ahead, else prepared now.
 
-    def _answered(self, questions: Sequence[Question]) -> list[tuple[torch.Tensor, ...]]:
-        """Room is made for all look-ups before the first one pins its rows."""
+        Before they are refused for want of room, what is prepared for later forwards and what failed passes still hold
+        is let go.
+        """
+        self._updates.drop_failed()
         trains = self.training and torch.is_grad_enabled()
-        several = len(questions) > 1 and trains
+        if trains and self._ahead is not None and (prepared := self._ahead.take(self, inputs)):
+            with Uninterrupted():
+                return self._answered(prepared, trains)
+        with self._engine.road:
+            questions = [one.ask() for one in inputs]
+            for let_go in (self._engine.cancel_ahead, forget_failed_passes):
+                try:
+                    return self._answered_now(questions, trains)
+                except TierCapacityError:
+                    let_go()
+            return self._answered_now(questions, trains)
+
+    def _answered_now(self, questions: Sequence[Question], trains: bool) -> list[tuple[torch.Tensor, ...]]:
+        """Room is made for all look-ups before the first one pins its rows. Requires: the road."""
         batches = [(question.lookup.group, question.batch) for question in questions]
+        several = len(questions) > 1 and trains
         with Uninterrupted(), self._engine.room_for(batches) if several else nullcontext():
-            try:
-                with self._engine.recorded([batch for _, batch in batches]) if trains else nullcontext():
-                    return [question.lookup.answer(question, self.training) for question in questions]
-            except BaseException:
-                for question in questions:
-                    question.withdraw()
-                raise
+            return self._answered(questions, trains)
+
+    def _answered(self, questions: Sequence[Question], trains: bool) -> list[tuple[torch.Tensor, ...]]:
+        batches = [question.batch for question in questions]
+        try:
+            with self._engine.recorded(batches) if trains else nullcontext():
+                return [question.lookup.answer(question, self.training) for question in questions]
+        except BaseException:
+            for question in questions:
+                question.withdraw()
+            raise
+
+    def prepare(self, inputs: Sequence[LookupInput], at: Callable[[str], None]) -> list[Question]:
+        """Bring in the rows that a later forward will ask for, and pin them.
+
+        Args:
+            inputs: the forward's, as ``lookup_inputs`` gives them.
+            at: as ``TableGroup.prepare``.
+
+        Raises:
+            What the forward would; nothing stays pinned then.
+        """
+        with self._engine.road:
+            questions = [one.ask() for one in inputs]
+            batches = [(question.lookup.group, question.batch) for question in questions]
+            with self._engine.room_for(batches) if len(questions) > 1 else nullcontext():
+                try:
+                    for question in questions:
+                        question.plan = question.lookup.group.prepare(question.batch, at)
+                except BaseException:
+                    for question in questions:
+                        question.withdraw()
+                    raise
+            return questions
+
+    def prepare_ahead(self, ahead: Ahead | None) -> None:
+        """Ask ``ahead`` for what each forward needs before preparing it; None = nobody."""
+        self._ahead = ahead
+        if ahead is None:
+            self._engine.cancels.pop(id(self), None)
+        else:
+            self._engine.cancels[id(self)] = ahead.cancel
+
+    @property
+    def is_prepared_ahead(self) -> bool:
+        """Whether somebody prepares forwards before they come."""
+        return self._ahead is not None and self._ahead.is_there
+
+    @property
+    def road(self) -> AbstractContextManager[bool]:
+        """The engine's, for who plans or moves its rows."""
+        return self._engine.road
+
+    def lookup_inputs(self, *arguments: Any) -> list[LookupInput]:
+        """What a forward with these arguments asks of each look-up."""
+        raise NotImplementedError("for the modules")
 
     def _rows(self, table: TableConfig, ids: torch.Tensor) -> torch.Tensor:
         self._check_open()
@@ -199,7 +282,9 @@ class TieredTables(nn.Module):
         chunk = _chunk_rows(group)
         for first in range(0, len(wanted), chunk):
             part = slice(first, first + chunk)
-            out[part] = torch.from_numpy(group.read_rows(numbers[part], wanted[part])[:, : table.embedding_dim])
+            with self._engine.road:
+                rows = group.read_rows(numbers[part], wanted[part])
+            out[part] = torch.from_numpy(rows[:, : table.embedding_dim])
         return out
 
     def _set_rows(self, table: TableConfig, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -216,7 +301,15 @@ class TieredTables(nn.Module):
         weights = values.detach().to("cpu", torch.float32).numpy()
         chunk = max(1, min(_chunk_rows(group), room.most_at_once(group.top.directory, ref.number) // 4))
         for first in range(0, len(wanted), chunk):
-            _overwrite(group, ref, wanted[first : first + chunk], weights[first : first + chunk])
+            part = slice(first, first + chunk)
+            with self._engine.road:
+                try:
+                    _overwrite(group, ref, wanted[part], weights[part])
+                    continue
+                except TierCapacityError:
+                    self._engine.cancel_ahead()
+                    forget_failed_passes()
+                _overwrite(group, ref, wanted[part], weights[part])
 
     def _current_rule(self) -> RowRule:
         return self._rule if self._optimizer is None else self._optimizer.rule

@@ -37,6 +37,7 @@ from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.kernels import cpu
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import JaggedIds
+from tiered_emb.scratch import Scratch
 from tiered_emb.workers import WorkerPool
 
 _INLINE = WorkerPool(1)
@@ -238,7 +239,7 @@ class DenseOracle(_Oracle):
         if table.config.mode == "max":
             cpu.sum_gradients_max(grad, _joined_args(uses), bags, *groups, sums)
         else:
-            cpu.sum_gradients(grad, bags, _joined_weights(uses), *groups, sums)
+            cpu.sum_gradients(cpu.locate_gradients([grad], bags, Scratch()), _joined_weights(uses), *groups, sums)
         self.rule.apply(table.weight, table.state, torch.from_numpy(slots), sums, self.steps)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from storage.memory import zeros
+from storage.memory import give_back, zeros
 from tiered_emb import kernels
 from tiered_emb.cache import Directory, room
 from tiered_emb.cache.admission import admission_bytes, rule_of
@@ -184,14 +184,14 @@ class Tier:
         self.counters.add("evictions", gone.tables)
         self.counters.add("rows", gone.tables, -1)
         self.admission.resize(capacity_rows)
-        dirty, victims = self.dirty, Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
-        self.dirty = zeros(capacity_rows, np.bool_)
-        self.dirty[:] = dirty[:capacity_rows]
+        victims = Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
+        self.dirty[capacity_rows:] = False  # in place: whoever trains may be marking rows of pinned slots
         return victims
 
     def discard(self) -> None:
         """Give back the memory above the capacity."""
         self.slab.discard_from(self.capacity_rows)
+        give_back(self.dirty, self.capacity_rows)
 
 
 def row_bytes(slab: Slab) -> int:

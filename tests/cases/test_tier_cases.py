@@ -263,6 +263,7 @@ def test_a_full_store_stops_training_and_loses_nothing(lower_rows: int, admissio
         group.release(plan)
         expected[ids] += 1
     assert refused > 5
+    group.release_dropped()
     assert group.top.directory.pinned_rows == 0
     store.full = False
     group.write_back()
@@ -296,6 +297,7 @@ def test_a_read_that_fails_changes_no_row(lower_rows: int, admission: str) -> No
         group.release(plan)
         expected[ids] += 1
     assert failed > 5
+    group.release_dropped()
     assert group.top.directory.pinned_rows == 0
 
 

@@ -18,7 +18,7 @@ from numba import njit, uint64
 from numpy.typing import NDArray
 
 from storage.memory import zeros
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 MOST = 65_535
 COUNTERS_PER_ROW, HASHES = 12, 8

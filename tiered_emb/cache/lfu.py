@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from storage.memory import zeros
 from tiered_emb.cache.arrays import ArrayPolicy, Arrays, resized
 from tiered_emb.cache.verbs import implement, may_leave
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 _AHEAD = 12
 _CLASS_BYTES = 24

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from tiered_emb.cache.verbs import may_leave
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 BYTES_PER_SLOT = HEAD_BYTES = 8
 _AHEAD = 12

@@ -19,7 +19,7 @@ from storage.memory import zeros
 from tiered_emb.cache.arrays import ArrayPolicy, resized
 from tiered_emb.cache.links import BYTES_PER_SLOT, HEAD_BYTES, ask_for_neighbours, cut, join_newest
 from tiered_emb.cache.verbs import implement, may_leave
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 _NOW_BYTES = 8
 

@@ -38,7 +38,7 @@ from numba import njit, uint32, uint64
 
 from storage.row_log.raw import uncounted
 from tiered_emb.cache.groups import GROUP, empty_words, equal_words, first_of, passed_words, tagged_words
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 # Positions of the `ledger`, the four counters that kernels keep for the Directory.
 ROWS, FRESH, FREE_HEAD, PINNED = 0, 1, 2, 3

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from storage.memory import zeros
 from tiered_emb.cache.arrays import resized
 from tiered_emb.cache.verbs import may_leave
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 HEADS = 2
 BYTES_PER_ITEM = 8

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from storage.memory import zeros
 from tiered_emb.cache.verbs import may_leave
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 _AHEAD = 12
 

@@ -51,7 +51,7 @@ from tiered_emb.cache.queues import (
     resized_queues,
 )
 from tiered_emb.cache.verbs import implement, may_leave
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 SMALL, MAIN = 0, 1
 _EVICTED = 2  # position in the ledger, behind the lengths of the queues

@@ -20,7 +20,7 @@ from numba import njit, uint64
 from numpy.typing import NDArray
 
 from storage.memory import zeros
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 MOST = 15
 _WORDS, _SLOTS_PER_BLOCK = 8, 8

@@ -56,7 +56,7 @@ from tiered_emb.cache.links import cut
 from tiered_emb.cache.probing import name_of
 from tiered_emb.cache.rings import ask_for_ring, empty_rings, join, oldest_free
 from tiered_emb.cache.verbs import implement
-from tiered_emb.prefetch import prefetch_item
+from tiered_emb.intrinsics import prefetch_item
 
 WINDOW_SHARE, PROBATION_SHARE, PROTECTED_SHARE = 0.01, 0.2, 0.8  # of all slots; of those of main
 REQUESTS_PER_SLOT = 32  # of main, between two halvings

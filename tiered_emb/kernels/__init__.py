@@ -6,11 +6,13 @@ host.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 
 from tiered_emb.kernels import cpu, reference
+from tiered_emb.scratch import Scratch
 from tiered_emb.workers import WorkerPool
 
 PoolMode = Literal["sum", "mean"]
@@ -66,10 +68,12 @@ class Kernels(Protocol):
     ) -> None:
         """Gradient of each position's per-sample weight."""
 
+    def locate_gradients(self, grads: Sequence[torch.Tensor], bags: torch.Tensor, scratch: Scratch) -> Any:
+        """Where `sum_gradients` finds the gradient of each position."""
+
     def sum_gradients(
         self,
-        grad: torch.Tensor,
-        bags: torch.Tensor,
+        located: Any,
         per_sample: torch.Tensor | None,
         start: torch.Tensor,
         position: torch.Tensor,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from tiered_emb.prefetch import prefetch2
+from tiered_emb.intrinsics import prefetch2
 
 _GENERATIONS = 1 << 31  # tags hold a generation in their upper half; all are used up after that many tables seen
 _AHEAD = 8  # ids whose place in the hash table is asked for before it is needed
@@ -101,6 +101,11 @@ def group_positions(
 def bags_of(offsets: npt.NDArray[np.int64], out: npt.NDArray[np.int32]) -> None:
     """out[p] = number of the bag that position p is in. offsets (B + 1,) from 0 to N, not decreasing; out (N,)."""
     _bags_of(offsets, out)
+
+
+def mark(flags: npt.NDArray[np.bool_], at: npt.NDArray[np.int32]) -> None:
+    """flags[at[i]] = True for every i: numpy does the same with a copy of `at`."""
+    _mark(flags, at)
 
 
 def check_offsets(offsets: npt.NDArray[np.int64], n: int) -> int:
@@ -205,6 +210,12 @@ def _bags_of(offsets: Any, out: Any) -> None:
     for b in range(len(offsets) - 1):
         for p in range(offsets[b], offsets[b + 1]):
             out[p] = b
+
+
+@njit(nogil=True, cache=True)
+def _mark(flags: Any, at: Any) -> None:
+    for i in range(len(at)):
+        flags[at[i]] = True
 
 
 @njit(nogil=True, cache=True)

@@ -16,6 +16,8 @@ Threads: any; nothing is kept. The caller sees to it that nobody writes the slot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,8 +25,9 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
+from tiered_emb.intrinsics import floats_at, prefetch_bytes, prefetch_row
 from tiered_emb.kernels._lanes import lane_dot
-from tiered_emb.prefetch import prefetch_row
+from tiered_emb.scratch import Scratch
 from tiered_emb.workers import WorkerPool
 
 _AHEAD = 8  # positions between asking for a row and using it
@@ -102,9 +105,34 @@ def per_sample_gradients(
     workers.run(part, len(i), _GRAIN)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Gradients where they are: no copy brings those of several features together, which would take longer than a step.
+
+    Attributes:
+        grads: keeps what the addresses lead to.
+        at: int64 (N,) address of each position's gradient.
+    """
+
+    grads: Sequence[torch.Tensor]
+    at: npt.NDArray[np.int64]
+
+
+def locate_gradients(grads: Sequence[torch.Tensor], bags: torch.Tensor, scratch: Scratch) -> Any:
+    """Where `sum_gradients` finds the gradient of each position; see `reference.locate_gradients`.
+
+    Rows may be apart by any stride; their columns are made to lie side by side.
+    """
+    grads = [grad if grad.shape[1] == 1 or grad.stride(1) == 1 else grad.contiguous() for grad in grads]
+    bases = np.array([grad.data_ptr() for grad in grads], np.int64)
+    steps = np.array([grad.stride(0) * grad.element_size() for grad in grads], np.int64)
+    at = scratch.take("gradients at", len(bags), np.int64)
+    _locate(bags.numpy(), bases, steps, max(1, grads[0].shape[0]), at)
+    return Located(grads, at)
+
+
 def sum_gradients(
-    grad: torch.Tensor,
-    bags: torch.Tensor,
+    located: Any,
     per_sample: torch.Tensor | None,
     start: torch.Tensor,
     position: torch.Tensor,
@@ -114,7 +142,7 @@ def sum_gradients(
 ) -> None:
     """Gradients of unique rows first .. last - 1; see `reference.sum_gradients`."""
     samples = _or_empty(per_sample)
-    _sum_gradients(grad.numpy(), bags.numpy(), samples, start.numpy(), position.numpy(), first, last, out.numpy())
+    _sum_gradients(located.at, samples, start.numpy(), position.numpy(), first, last, out.numpy())
 
 
 def sum_gradients_max(
@@ -223,10 +251,17 @@ def _per_sample_gradients(
 
 
 @njit(nogil=True, cache=True)
-def _sum_gradients(
-    grad: Any, bags: Any, per_sample: Any, start: Any, position: Any, first: Any, last: Any, out: Any
-) -> None:
-    dim, end, weighted = grad.shape[1], start[last], len(per_sample) > 0
+def _locate(bags: Any, bases: Any, steps: Any, size: Any, at: Any) -> None:
+    feature = 0
+    for p in range(len(bags)):
+        if not feature * size <= bags[p] < (feature + 1) * size:  # bags ascend: seldom
+            feature = bags[p] // size
+        at[p] = bases[feature] + (bags[p] - feature * size) * steps[feature]
+
+
+@njit(nogil=True, cache=True)
+def _sum_gradients(at: Any, per_sample: Any, start: Any, position: Any, first: Any, last: Any, out: Any) -> None:
+    dim, end, weighted = out.shape[1], start[last], len(per_sample) > 0
     for u in range(first, last):
         row = u - first
         if start[u] == start[u + 1]:
@@ -234,16 +269,16 @@ def _sum_gradients(
                 out[row, d] = 0
         for place in range(start[u], start[u + 1]):
             if place + _AHEAD < end:
-                prefetch_row(grad, bags[position[place + _AHEAD]])
+                prefetch_bytes(at[position[place + _AHEAD]], 4 * dim)
             p = position[place]
-            b = bags[p]
+            grad = floats_at(at[p], dim)
             factor = per_sample[p] if weighted else _ONE
             if place == start[u]:
                 for d in range(dim):
-                    out[row, d] = grad[b, d] * factor + _ZERO
+                    out[row, d] = grad[d] * factor + _ZERO
             else:
                 for d in range(dim):
-                    out[row, d] += grad[b, d] * factor
+                    out[row, d] += grad[d] * factor
 
 
 @njit(nogil=True, cache=True)

@@ -12,12 +12,13 @@ A sum starts from +0.0. Hence a bag of one row of -0.0 pools to +0.0 (as in torc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 
 from tiered_emb.kernels._lanes import lane_sum
+from tiered_emb.scratch import Scratch
 from tiered_emb.workers import WorkerPool
 
 
@@ -94,9 +95,17 @@ def per_sample_gradients(
     out.copy_(lane_sum(weight[slots[inverse]] * grad[bags]))
 
 
+def locate_gradients(grads: Sequence[torch.Tensor], bags: torch.Tensor, scratch: Scratch) -> Any:
+    """Where `sum_gradients` finds the gradient of each position: row bags[p] of all grads under each other.
+
+    grads (B, D) each, of one shape, bags (N,). What is returned means something to these kernels alone, until
+    `scratch`, which may hold it, is used for other gradients.
+    """
+    return (grads[0] if len(grads) == 1 else torch.cat(list(grads))), bags
+
+
 def sum_gradients(
-    grad: torch.Tensor,
-    bags: torch.Tensor,
+    located: Any,
     per_sample: torch.Tensor | None,
     start: torch.Tensor,
     position: torch.Tensor,
@@ -104,11 +113,12 @@ def sum_gradients(
     last: int,
     out: torch.Tensor,
 ) -> None:
-    """out[u - first] = sum, in order, of grad[bags[p]] over p in position[start[u]:start[u + 1]], first <= u < last.
+    """out[u - first] = sum, in order, of p's gradient over p in position[start[u]:start[u + 1]], first <= u < last.
 
-    grad (B, D), bags (N,), per_sample (N,) or None, start (>= last + 1,), position (N,), out (last - first, D). With
-    per_sample a gradient is multiplied (rounded) before it is added.
+    located as `locate_gradients` gives it, per_sample (N,) or None, start (>= last + 1,), position (N,), out
+    (last - first, D). With per_sample a gradient is multiplied (rounded) before it is added.
     """
+    grad, bags = located
     out.zero_()
     for rows, places in _steps(start[first:last], start[first + 1 : last + 1]):
         p = position[places]
@@ -130,7 +140,7 @@ def sum_gradients_max(
 ) -> None:
     """As `sum_gradients`, but of grad[bags[p], d] only where arg[bags[p], d] == p: column d of bag b came from there.
 
-    arg int32 (B, D) as written by `pool_max`.
+    grad (B, D), arg int32 (B, D) as written by `pool_max`, bags (N,).
     """
     out.zero_()
     for rows, places in _steps(start[first:last], start[first + 1 : last + 1]):

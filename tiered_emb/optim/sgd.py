@@ -11,8 +11,8 @@ import torch
 from numba import njit
 
 from storage.schema import Column
+from tiered_emb.intrinsics import prefetch_row
 from tiered_emb.optim._rule import check_numbers
-from tiered_emb.prefetch import prefetch_row
 
 _AHEAD = 4  # rows between asking for a row and using it
 

@@ -25,6 +25,7 @@ from tiered_emb.config import TableConfig
 from tiered_emb.errors import ConfigError, DataError
 from tiered_emb.init import Uniform
 from tiered_emb.module import TieredEmbeddingBagCollection
+from tiered_emb.pipeline import prefetch
 from tiered_emb.reference.at_rest import RowsAtRest
 from tiered_emb.reference.criteo import CriteoStream
 from tiered_emb.reference.dlrm import Shape
@@ -136,8 +137,11 @@ class Job:
     def train(self, learner: Learner, bags: TieredEmbeddingBagCollection, trained: Trained, keep: bool) -> None:
         """All epochs; ``keep`` fingerprints for a check."""
         bags.train()
-        with meter(self._console, "train", self._train_samples(), "compiling kernels, once") as shown:
-            for batch in self._stop.watch(self._train_batches()):
+        with (
+            meter(self._console, "train", self._train_samples(), "compiling kernels, once") as shown,
+            prefetch(self._train_batches(), bags, lambda batch: batch.sparse, self.settings.lookahead) as batches,
+        ):
+            for batch in self._stop.watch(batches):
                 pooled = bags(batch.sparse)
                 if keep:
                     trained.fingerprints.append(fingerprints(pooled, learner.model.features))

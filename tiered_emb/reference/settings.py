@@ -12,6 +12,7 @@ from tiered_emb.cache.admission import rule_of
 from tiered_emb.config import TierConfig, parse_bytes
 from tiered_emb.errors import ConfigError
 from tiered_emb.optim import RULES, RowRule
+from tiered_emb.pipeline import MOST_AHEAD
 
 SYNTHETIC_SAMPLES = 1 << 19
 INIT_RANGE = 0.05  # rows start uniform in +- this
@@ -42,6 +43,7 @@ class TrainOptions:
     min_rows: Sequence[str] = ()
     max_rows: Sequence[str] = ()
     admission: str = "always"
+    lookahead: int = 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Settings:
     min_rows: dict[str, int]
     max_rows: dict[str, int]
     admission: str
+    lookahead: int
 
     def rule(self) -> RowRule:
         """The row rule. Raises ConfigError on a learning rate that makes no sense."""
@@ -136,6 +139,7 @@ def decide(options: TrainOptions) -> Settings:
         min_rows=_rows_by_table("--min-rows", options.min_rows),
         max_rows=_rows_by_table("--max-rows", options.max_rows),
         admission=options.admission,
+        lookahead=_lookahead(options.lookahead),
     )
     settings.rule()
     settings.tiers(Path("unused"))
@@ -155,6 +159,12 @@ def _rows_by_table(option: str, given: Sequence[str]) -> dict[str, int]:
             )
         found[name] = int(rows)
     return found
+
+
+def _lookahead(batches: int) -> int:
+    if not 0 <= batches <= MOST_AHEAD:
+        raise ConfigError(f"--lookahead is {batches}; expected a number of batches from 0 to {MOST_AHEAD}")
+    return batches
 
 
 def _positive(option: str, number: int, largest: int) -> int:

@@ -420,3 +420,11 @@ def test_a_config_keeps_a_copy_and_can_be_sent() -> None:
     assert tiers == TierConfig(min_rows={"a": 1}, max_rows={"a": 3}) == pickle.loads(pickle.dumps(tiers))
     assert hash(tiers) == hash(dataclasses.replace(tiers))
     assert tiers != TierConfig(min_rows={"a": 1})
+
+
+def test_a_narrow_table_opens_beside_a_wide_one_of_another_module(tmp_path: Path) -> None:
+    """Its share is less than what the budget keeps back from every new tier."""
+    tiers = TierConfig(0, "1MiB", tmp_path / "rows")
+    wide = TieredEmbeddingBag(None, 64, tiers=tiers, optimizer=SGD(0.1), name="wide", seed=0)
+    with wide, TieredEmbeddingBag(None, 1, tiers=tiers, optimizer=SGD(0.1), name="narrow", seed=0):
+        assert wide.stats().tiers[0].peak_bytes <= 1 << 20

@@ -160,7 +160,7 @@ def test_ctrl_c_ends_the_run_between_steps_and_leaves_a_store_that_opens(
     monkeypatch.setattr(job, "open_stream", lambda chosen, console: Clicks(interrupt_at(5)))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(
-        Interrupted, match=r"interrupted after step 5; .*rows holds \d+ rows of the stopped run, .*: remove it"
+        Interrupted, match=r"interrupted after step 3; .*rows holds \d+ rows of the stopped run, .*: remove it"
     ):
         run(settings(tmp_path / "rows"))
     assert signal.getsignal(signal.SIGINT) is before
