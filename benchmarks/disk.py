@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _DONTNEED = 4  # of madvise
 _STILL_CACHED = 0.01
 _ENGINES = ("io_uring", "libaio")
+_WRITE_BLOCK = 1 << 18  # of fio's writes: a segment of the store
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
@@ -116,15 +118,46 @@ def fio_pages_per_s(path: Path, seconds: float) -> float:
     Raises:
         CannotMeasure: fio is missing, or can do no such reads here.
     """
+    (job,) = _fio(path, [*_random_reads(path), f"--runtime={seconds}", "--time_based"])
+    return float(job["read"]["iops"])
+
+
+def fio_mix_seconds(path: Path, pages: int, written_bytes: int) -> float:
+    """How long it takes to read so many pages of a file at random, as `fio_pages_per_s`, and to write so many bytes one
+    after the other into another file beside it, both at the same time and past the page cache.
+
+    Raises:
+        CannotMeasure: fio is missing, or can do no such thing here.
+    """
+    beside = path.with_name("fio-writes")
+    size = max(_WRITE_BLOCK, -(-written_bytes // _WRITE_BLOCK) * _WRITE_BLOCK)
+    options = [*_random_reads(path), f"--io_size={pages * mmap.PAGESIZE}"]
+    options += ["--name=writes", f"--filename={beside}", f"--size={size}", "--rw=write", f"--bs={_WRITE_BLOCK}"]
+    options += ["--iodepth=4", "--direct=1"]
+    try:
+        reads, writes = _fio(path, options)
+    finally:
+        beside.unlink(missing_ok=True)
+    return max(float(reads["read"]["runtime"]), float(writes["write"]["runtime"])) / 1000
+
+
+def _random_reads(path: Path) -> list[str]:
+    return [
+        *("--name=cold", f"--filename={path}", "--rw=randread", "--bs=4k", "--iodepth=32", "--direct=1"),
+        *("--norandommap", "--randrepeat=0"),
+    ]
+
+
+def _fio(path: Path, options: list[str]) -> list[dict[str, Any]]:
+    """What fio says of each of its jobs."""
     if shutil.which("fio") is None:
         raise CannotMeasure("fio is not installed (Debian: apt install fio)")
     said = ""
     for engine in _ENGINES:
-        command = ["fio", "--name=cold", f"--filename={path}", f"--ioengine={engine}", f"--runtime={seconds}"]
-        command += ["--rw=randread", "--bs=4k", "--iodepth=32", "--direct=1", "--readonly", "--time_based"]
-        command += ["--norandommap", "--randrepeat=0", "--output-format=json"]
+        command = ["fio", "--output-format=json", f"--ioengine={engine}", *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
-            return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["iops"])
+            jobs: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+            return jobs
         said = (done.stderr or done.stdout).strip().splitlines()[-1]
     raise CannotMeasure(f"fio could not read {path.name} with {' or '.join(_ENGINES)}: {said}")

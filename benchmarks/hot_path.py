@@ -3,7 +3,8 @@
 One table of 4 M rows x 64 floats, 4,096 samples x 26 ids a step, Zipf 1.2 (about 19% of a step's ids are unique), one
 id a bag, through the public module with autograd; row-wise Adagrad. Beside it torch.nn.EmbeddingBag(sparse=True) with
 SGD and with SparseAdam, and FBGEMM's CPU engine where it is installed. Then: what a table of 2^40 rows costs, to
-construct and to step on, against one of 10^6 rows with the same number of rows resident.
+construct and to step on, against one of 10^6 rows with the same number of rows resident; and what 26 tables of a
+collection cost against one table with as many ids.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from benchmarks import sides
 from benchmarks.memory import construct_in_new_process
 from benchmarks.report import Report
 from benchmarks.timing import Step, interleave, ratio, spread
-from benchmarks.workloads import HUGE_ROWS, Workload, click_batches, spread_over_huge
+from benchmarks.workloads import HUGE_ROWS, Workload, click_batches, column_batches, spread_over_huge
 
 QUESTION = "a training step on resident rows: ours beside torch and FBGEMM, and on a table of 2^40 rows"
 DIM = 64
 SMALL_ROWS = 1_000_000
+TABLES = 26
 OURS, SGD, ADAM, FBGEMM = "ours", "torch_sgd", "torch_sparse_adam", "fbgemm"
 TITLES = {
     OURS: "ours, row-wise Adagrad",
@@ -57,6 +59,7 @@ def measure(options: argparse.Namespace) -> Report:
     )
     _engines(report, workload, options.rounds)
     _huge(report, options.rounds)
+    _collection(report, options)
     return report
 
 
@@ -103,6 +106,22 @@ def _huge(report: Report, rounds: int) -> None:
         f"2^40 rows x {DIM} constructed in {built['seconds']:.3f} s and {built['mb']:.1f} MB; "
         f"a step costs {report.figures['huge_vs_small']} of the step on 10^6 rows"
     )
+
+
+def _collection(report: Report, options: argparse.Namespace) -> None:
+    """The tables of a collection, in one call, beside one table with as many ids."""
+    workload = column_batches(options.rows, DIM, TABLES)
+    steps = {"collection": sides.tiered_collection(workload, TABLES), "single": sides.tiered(workload)}
+    seconds = interleave(steps, options.rounds)
+    report.figures["collection_vs_single"] = round(ratio(seconds, "collection", "single"), 3)
+    for name, title in (
+        ("collection", f"ours, {TABLES} tables in a collection"),
+        ("single", "ours, the same as one table"),
+    ):
+        nanoseconds = [one / workload.ids_a_step * 1e9 for one in seconds[name]]
+        report.figures[f"{name}_ns"] = round(statistics.median(nanoseconds), 1)
+        report.lines.append(_line(title, nanoseconds, None))
+    report.notes.append(f"{TABLES} tables in one call cost {report.figures['collection_vs_single']} of one table")
 
 
 def _line(title: str, nanoseconds: list[float], against: float | None) -> tuple[str, ...]:

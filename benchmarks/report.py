@@ -25,6 +25,7 @@ class Report:
         lines: the table's lines.
         figures: what ``--json`` gives; null (None) for what could not be measured.
         notes: shown under the table: reasons for nulls, what a figure does not cover.
+        failed: what was measured is not as it must be, so that the command ends with 1.
     """
 
     title: str
@@ -32,6 +33,7 @@ class Report:
     lines: list[tuple[str, ...]] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    failed: bool = False
 
     def show(self) -> None:
         """Print the table and the notes."""
