@@ -43,7 +43,7 @@ def zeros(size: int, dtype: DTypeLike, *, touched: bool = False) -> NDArray[Any]
 def give_back(array: NDArray[Any], first: int) -> None:
     """Have the system take back the memory of array[first:], made by :func:`zeros`, as far as it is whole pages; it is
     zeros again then. Small arrays keep theirs."""
-    memory: Any = array.base
+    memory: Any = array.base.obj if isinstance(array.base, memoryview) else array.base
     start = -(-first * array.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     if isinstance(memory, mmap.mmap) and start < len(memory):
         memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)

@@ -13,13 +13,14 @@ Not covered: a batch's own ids, outputs and gradients, a Store in memory (its ro
 disk has refused, the buffer of a trace, and pages of the Store's file that the system caches.
 
 Threads: verbs that plan, move or read rows anywhere, or that speak to the Store, take the ``road``, a lock of the
-engine's; so a Store is used by one thread at a time. Beside the thread that trains there may be one that prepares later
+engine's; so a Store is used by one thread at a time, scans aside. Beside the thread that trains there may be one that prepares later
 batches (:mod:`tiered_emb.pipeline`).
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +74,7 @@ class Engine:
         self.device = device
         self.road = threading.RLock()
         self.cancels: dict[int, Callable[[], None]] = {}
+        self._gone: deque[Sequence[str]] = deque()  # tables of modules that were dropped
         self._place = place_of(config)  # as it was at first: links and the working directory may change
         self.store, self._owned = open_store(config)
         self.groups: dict[RowSchema, TableGroup] = {}
@@ -120,6 +122,7 @@ class Engine:
         reported once all else is done: the module is gone then.
         """
         with self.road:
+            self._let_gone_go()
             try:
                 if self._users == 1:
                     self._flush_rows()
@@ -130,7 +133,17 @@ class Engine:
 
     def abandon(self, names: Sequence[str]) -> None:
         """A module is gone without a close: what was not flushed is lost, as if the process had died."""
-        with self.road:
+        self._gone.append(names)
+        if self.road.acquire(blocking=False):  # a finalizer may run in a thread that the road's holder waits for
+            try:
+                self._let_gone_go()
+            finally:
+                self.road.release()
+
+    def _let_gone_go(self) -> None:
+        """Let modules go that were dropped, also while somebody held the road. Requires: the road."""
+        while self._gone:
+            names = self._gone.popleft()
             if self._users == 1 and isinstance(self.store, LmdbStore) and self._owned:
                 self.store.abandon()  # closing it would make its last writes a complete state
             self._let_go(names)
@@ -184,6 +197,7 @@ class Engine:
         raises; the engine is as it was then.
         """
         with self.road:
+            self._let_gone_go()
             self.cancel_ahead()  # tiers may have to be lowered, in which nothing pinned may stand
             return self._add_tables(tables, rule, seed)
 

@@ -69,6 +69,8 @@ class Updates:
 
     def record(self, lookup: TableLookup, use: Use) -> None:
         """Called by a backward node: the pooled rows of this forward have this gradient."""
+        if self.time == "step":  # until which the caller may do with the gradients' memory what it likes
+            use = replace(use, grads=[grad.clone() for grad in use.grads])
         current = torch._C._current_graph_task_id() if self.time == "backward" else -1
         if current not in self._uses and self.time == "backward":
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.apply(current))
@@ -86,6 +88,10 @@ class Updates:
                 self._apply(uses)
 
     def _apply(self, uses: Sequence[tuple[TableLookup, Use]]) -> None:
+        if over := [lookup for lookup, use in uses if use.plan.released]:  # by a pass within this one
+            for lookup, use in uses:
+                _release(lookup, [use])
+            raise _is_over(over[0])
         self.steps += 1
         for lookup in dict.fromkeys(lookup for lookup, _ in uses):
             mine = sorted((use for one, use in uses if one is lookup), key=lambda use: use.plan.number)
@@ -126,6 +132,14 @@ def forget_failed_passes() -> None:
         nothing = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True).clone()
         torch.autograd.backward([nothing], [torch.zeros_like(nothing)])
     gc.collect()
+
+
+def _is_over(lookup: TableLookup) -> PlanReleasedError:
+    tables = sorted({feature.table for feature in lookup.features.values()})
+    return PlanReleasedError(
+        f"tables {listed(tables)}: a backward pass has already updated and released the rows of this forward; "
+        f"run the forward again, or add the losses and go backward once"
+    )
 
 
 def _release(lookup: TableLookup, uses: Sequence[Use]) -> None:
@@ -305,10 +319,7 @@ class _Pooled(torch.autograd.Function):
         tables = sorted({feature.table for feature in lookup.features.values()})
         lookup._updates.check_open(tables)
         if plan.released:
-            raise PlanReleasedError(
-                f"tables {listed(tables)}: a backward pass has already updated and released the rows of this forward; "
-                f"run the forward again, or add the losses and go backward once"
-            )
+            raise _is_over(lookup)
         used = [grad is not None for grad in grads]
         if not any(used):
             return None, None, None, None, None
@@ -338,7 +349,7 @@ def _by_feature(out: torch.Tensor, features: int) -> tuple[torch.Tensor, ...]:
 def _given(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Gradients of all features; zeros where a feature played no part."""
     shape = next(grad for grad in grads if grad is not None)
-    return [torch.zeros_like(shape) if grad is None else grad.detach() for grad in grads]
+    return [torch.zeros_like(shape) if grad is None else grad.detach().resolve_neg() for grad in grads]
 
 
 def _positions(plan: Plan, used: Sequence[bool]) -> NDArray[np.int64]:

@@ -43,7 +43,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import nn
 
-from tiered_emb.errors import ConfigError, InvalidBatchError, TierCapacityError
+from tiered_emb.errors import ConfigError, IdRangeError, InvalidBatchError, TierCapacityError
 from tiered_emb.inputs import kind_of
 from tiered_emb.lookup import LookupInput, Question
 from tiered_emb.plan import JaggedIds
@@ -123,7 +123,7 @@ class _Part:
     def prepare(self, at: Callable[[str], None]) -> None:
         """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
         with self.module.road:
-            if self.cancelled or self.questions is not None:
+            if not self._is_wanted() or self.questions is not None:
                 return
             self.error, self.refused = None, False
             try:
@@ -131,6 +131,11 @@ class _Part:
             except BaseException as error:  # the forward that comes meets it again, or does not
                 self.error = error.with_traceback(None)  # whose frames would hold plans
                 self.refused = isinstance(error, TierCapacityError)
+            if not self._is_wanted():  # since meanwhile: a finalizer takes no lock
+                self._withdraw()
+
+    def _is_wanted(self) -> bool:
+        return not self.taken and not self.cancelled
 
     def matches(self, module: TieredTables, inputs: Sequence[LookupInput]) -> bool:
         """Whether this is for a forward of `module` with these inputs, and still to be had."""
@@ -157,7 +162,10 @@ class _Part:
         with self.module.road:
             self.cancelled |= for_good
             self.refused |= self.questions is not None
-            questions, self.questions = self.questions, None
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        questions, self.questions = self.questions, None
         for question in questions or ():
             question.withdraw()
 
@@ -198,9 +206,14 @@ def _serve(entries: SimpleQueue[_Entry[Any] | None]) -> None:
 
 
 def _end(entries: SimpleQueue[_Entry[Any] | None], outstanding: deque[_Entry[Any]]) -> None:
-    """Have the thread end, and let go of what is prepared. The thread may be in the middle of one of them."""
+    """Have the thread end, which may be in the middle of a batch; what is prepared goes with the entries.
+
+    As a finalizer this may run in any thread, one that the road's holder waits for among them: it takes no lock.
+    """
     for entry in outstanding:
-        entry.let_go(for_good=True)
+        for part in entry.parts:
+            part.cancelled = True
+    outstanding.clear()
     entries.put(None)
 
 
@@ -242,7 +255,8 @@ class Prefetch(Generic[Batch]):
     def __next__(self) -> Batch:
         if self._given is not None:
             self._given.let_go(for_good=True)
-            self._outstanding.remove(self._given)
+            if self._given in self._outstanding:
+                self._outstanding.remove(self._given)
             self._given = None
         self._read_ahead()
         if not self._coming:
@@ -256,6 +270,7 @@ class Prefetch(Generic[Batch]):
         """Read from the loader until the batch that is given next has `lookahead` behind it."""
         for entry in self._coming:
             if entry.was_refused:
+                self.stats.refused += 1
                 self._hand_over(entry)
         while self._batches is not None and len(self._coming) <= self._lookahead:
             try:
@@ -286,7 +301,7 @@ class Prefetch(Generic[Batch]):
             return []
         parts = []
         for module, arguments in _arguments(batch if self._ids is None else self._ids(batch), self._modules):
-            with suppress(InvalidBatchError):  # which the forward will say, in its turn
+            with suppress(InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
                 if module.training:
                     parts.append(_Part(module, module.lookup_inputs(*arguments)))
         return parts
@@ -330,10 +345,13 @@ class Prefetch(Generic[Batch]):
         if not self._finalizer.alive:
             return
         self._lookahead = 0
+        entries = list(self._outstanding)
         self._finalizer()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None
+        for entry in entries:
+            entry.let_go(for_good=True)
         for module in self._modules.values():
             module.prepare_ahead(None)
 
@@ -395,19 +413,20 @@ def prefetch(
         lookahead: batches that are prepared beyond the one being trained on; 0 = none, each forward prepares its own.
 
     Returns:
-        An iterator, which is a context manager too, with `stats` (:class:`PrefetchStats`).
+        An iterator, which is a context manager too, with `stats` (:class:`PrefetchStats`). An older one over the same
+        modules, left behind by an interrupt perhaps, prepares nothing from now on.
 
     Raises:
-        ConfigError: the model has no tiered module, one of them is being prefetched for already, or `lookahead` is not
-            from 0 to 64. While iterating, in its turn: `ids` does not fit the model, and what loader and `ids` raise.
+        ConfigError: the model has no tiered module, or `lookahead` is not from 0 to 64. While iterating, in its turn:
+            `ids` does not fit the model, and what loader and `ids` raise.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, TieredTables)}
     if not modules:
         raise ConfigError(f"{type(model).__name__} has no tiered module to prefetch for")
     if not isinstance(lookahead, int) or isinstance(lookahead, bool) or not 0 <= lookahead <= MOST_AHEAD:
         raise ConfigError(f"lookahead is {lookahead!r}; expected a number of batches from 0 to {MOST_AHEAD}")
-    if busy := [name or "the model" for name, module in modules.items() if module.is_prepared_ahead]:
-        raise ConfigError(f"{busy[0]} is being prefetched for already; close() that loop's iterator first")
+    for module in modules.values():
+        module.stop_ahead()
     return Prefetch(loader, modules, ids, lookahead)
 
 

@@ -127,7 +127,7 @@ class TieredTables(nn.Module):
         """
         if self._closed:
             return
-        self._stop_ahead()
+        self.stop_ahead()
         if self._broken():
             self._abandon()
             return
@@ -140,7 +140,8 @@ class TieredTables(nn.Module):
                 raise
             self._end()
 
-    def _stop_ahead(self) -> None:
+    def stop_ahead(self) -> None:
+        """Have nobody prepare forwards before they come."""
         if self._ahead is not None:
             self._ahead.stop()
 
@@ -184,7 +185,7 @@ class TieredTables(nn.Module):
     def _abandon(self) -> None:
         """Let go without a flush: an interrupt may have come in the middle of a step, which is no complete state."""
         if not self._closed:
-            self._stop_ahead()
+            self.stop_ahead()
             self._updates.discard()
             try:
                 self._engine.abandon([table.name for table in self.tables])

@@ -44,6 +44,13 @@ def make(tiers: TierConfig = SMALL, **options: Any) -> TieredEmbedding:
     return TieredEmbedding(None, 4, tiers=tiers, optimizer=SGD(1.0), seed=1, **options)
 
 
+def settle() -> None:
+    """Until threads of loops that were dropped have ended; each may be in the middle of a batch."""
+    for thread in threading.enumerate():
+        if thread.name == "tiered-emb-prefetch":
+            thread.join(60)
+
+
 def pinned(module: TieredEmbedding) -> int:
     group = module._lookup.group
     group.release_dropped()
@@ -227,6 +234,7 @@ def test_case_18_nothing_is_left_of_steps_that_fail() -> None:
                 pass
             del out
             gc.collect()
+            settle()
             assert pinned(module) == 0, round_
         module.eval()
         module(ids_of(1))
@@ -268,6 +276,7 @@ def test_case_18_memory_is_flat(lookahead: int | None, tmp_path: Path) -> None:
             if done >= 1500:
                 size.append(anonymous_bytes())
         gc.collect()
+        settle()
         assert pinned(module) == 0
         assert max(size[-5:]) - min(size[:5]) < 3 << 20
         module(ids_of(10**6)).sum().backward()
@@ -326,6 +335,7 @@ def test_pins_end_with_the_loop(end: str) -> None:
         assert list(loop) == []
     if end in ("break", "drop"):
         del loop
+        settle()
     assert pinned(module) == 0
     assert not module.is_prepared_ahead
     module(ids_of(9)).sum().backward()
@@ -459,8 +469,6 @@ def test_what_cannot_be_prefetched_for_is_refused() -> None:
         for lookahead in (-1, 65, 1.0, True):
             with pytest.raises(ConfigError, match="lookahead is"):
                 prefetch([], module, lookahead=lookahead)  # type: ignore[arg-type]
-        with prefetch([ids_of(1)], module), pytest.raises(ConfigError, match="prefetched for already"):
-            prefetch([], module)
         with pytest.raises(ConfigError, match="ids gave a str"):
             next(prefetch(["x"], module))
         with pytest.raises(ConfigError, match="something for 'odd'"):
@@ -484,3 +492,46 @@ def test_a_collection_is_as_the_oracle_with_prefetch(tmp_path: Path) -> None:
             for given in (outs, expected):
                 torch.stack([out.square().sum() for out in given.values()]).sum().backward()
         assert loop.stats.prepared == 50
+
+
+def test_a_new_loop_takes_the_place_of_one_that_was_left_behind() -> None:
+    with make() as module:
+        left = prefetch([ids_of(1, 2), ids_of(3), ids_of(4)], module)
+        next(left)
+        loop = prefetch([ids_of(5), ids_of(6)], module)
+        for ids in loop:
+            module(ids).sum().backward()
+        assert loop.stats.prepared == 2
+        assert [ids.tolist() for ids in left] == [[3], [4]]
+        assert pinned(module) == 0
+
+
+def test_a_finalizer_takes_no_lock() -> None:
+    """The collector may run in a thread that the holder of the road waits for."""
+    with make() as module, make(TierConfig(0, "64KiB"), name="other") as other:
+        loop = prefetch(itertools.repeat(ids_of(1, 2, 3)), module, lookahead=2)
+        next(loop)
+        await_prepared(module, 3)
+        with module.road:
+            finalize = threading.Thread(target=loop._finalizer)
+            finalize.start()
+            finalize.join(10)
+            assert not finalize.is_alive()
+            gone = threading.Thread(target=other._engine.abandon, args=(["nobody"],))
+            with other.road:
+                gone.start()
+                gone.join(10)
+                assert not gone.is_alive()
+            other._engine._gone.clear()
+        del loop
+        settle()
+        assert pinned(module) == 0
+
+
+def test_an_id_out_of_range_is_the_forwards_error_with_padding_too() -> None:
+    with TieredEmbedding(10, 4, padding_idx=0, tiers=SMALL, optimizer=SGD(1.0), seed=1) as module:
+        loop = prefetch([ids_of(1), ids_of(100), ids_of(2)], module)
+        module(next(loop)).sum().backward()
+        with pytest.raises(IdRangeError):
+            module(next(loop))
+        module(next(loop)).sum().backward()

@@ -228,3 +228,48 @@ def test_modules_of_one_path_share_a_store_and_a_budget(tmp_path: object) -> Non
             assert torch.equal(again.rows(torch.arange(500)), rows)
     with TieredEmbeddingBag(None, 4, mode="sum", tiers=tiers, optimizer=SGD(1.0), seed=1, name="one") as again:
         assert torch.equal(again.rows(torch.arange(500)), rows)
+
+
+def test_gradients_with_a_negative_bit_are_what_they_say() -> None:
+    """torch negates a conjugate's imaginary part when it is read, not before."""
+    with make() as bag:
+        before = bag.rows(ids_of(1, 2))
+        out = bag(ids_of(1, 2), ids_of(0, 1))
+        torch.complex(torch.zeros_like(out), out).conj().imag.sum().backward()
+        assert torch.equal(bag.rows(ids_of(1, 2)), before + 1)
+
+
+def test_gradients_kept_until_step_are_not_the_callers_memory() -> None:
+    with make(update="step") as bag:
+        before, grad = bag.rows(ids_of(1)), torch.ones(1, 4)
+        for factor in (1.0, 2.0):
+            grad.fill_(factor)
+            bag(ids_of(1), ids_of(0)).backward(grad)
+        bag.optimizer.step()
+        assert torch.equal(bag.rows(ids_of(1)), before - 3)
+
+
+def test_a_pass_within_a_pass_over_the_same_forward_is_refused() -> None:
+    """The inner one updates and releases its rows, and other batches may have what it was planned with."""
+    with make() as bag:
+        before = bag.rows(torch.arange(60))
+        out = bag(ids_of(1, 2), ids_of(0, 1))
+
+        class Inner(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):  # type: ignore[no-untyped-def]
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):  # type: ignore[no-untyped-def]
+                with torch.enable_grad():
+                    out.sum().backward(retain_graph=True)
+                    for first in (50, 40):
+                        bag(ids_of(first, first + 1), ids_of(0, 1))
+                return grad
+
+        leaf = torch.zeros(1, requires_grad=True)
+        with pytest.raises(PlanReleasedError):
+            (out.sum() + Inner.apply(leaf).sum()).backward()
+        changed = (bag.rows(torch.arange(60)) != before).any(1).nonzero().flatten().tolist()
+        assert changed == [1, 2]

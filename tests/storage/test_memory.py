@@ -6,7 +6,10 @@ import platform
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from storage import memory
 
 _FAULTS = """
 import resource, sys
@@ -33,3 +36,14 @@ def test_blocks_that_are_kept_are_not_faulted_in_again() -> None:
     assert page_faults(8 << 20) < 100
     assert page_faults(64 << 20) < 100, "as much as there can be is kept where more is asked for"
     assert page_faults(1) > 3 * 6 * 250, "nothing is kept unless it is asked for"
+
+
+def test_memory_that_is_given_back_is_zeros_again() -> None:
+    array = memory.zeros(1 << 20, np.uint8)
+    array[:] = 7
+    memory.give_back(array, 5000)
+    assert array[: 2 * 4096].all() and not array[2 * 4096 :].any()
+    small = memory.zeros(100, np.uint8)
+    small[:] = 7
+    memory.give_back(small, 0)
+    assert small.all()
