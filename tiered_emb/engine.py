@@ -13,8 +13,8 @@ Not covered: a batch's own ids, outputs and gradients, a Store in memory (its ro
 disk has refused, the buffer of a trace, and pages of the Store's file that the system caches.
 
 Threads: verbs that plan, move or read rows anywhere, or that speak to the Store, take the ``road``, a lock of the
-engine's; so a Store is used by one thread at a time, scans aside. Beside the thread that trains there may be one that prepares later
-batches (:mod:`tiered_emb.pipeline`).
+engine's; so a Store is used by one thread at a time, scans aside. Beside the thread that trains there may be one that
+prepares later batches (:mod:`tiered_emb.pipeline`).
 """
 
 from __future__ import annotations
