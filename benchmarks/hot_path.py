@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 
 from benchmarks import sides
 from benchmarks.memory import construct_in_new_process
+from benchmarks.options import at_least
 from benchmarks.report import Report
 from benchmarks.timing import Step, interleave, ratio, spread
 from benchmarks.workloads import HUGE_ROWS, Workload, click_batches, column_batches, spread_over_huge
@@ -34,20 +34,8 @@ TITLES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this question."""
-    parser.add_argument("--rounds", type=_at_least(2), default=30, help="turns of every side (default 30)")
-    parser.add_argument("--rows", type=_at_least(1), default=4_000_000, help="rows of the table (default 4,000,000)")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    """An argument's type: integers from ``least``; a quartile needs two turns."""
-
-    def integer(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is too few; expected {least} or more")
-        return number
-
-    return integer
+    parser.add_argument("--rounds", type=at_least(2), default=30, help="turns of every side (default 30)")
+    parser.add_argument("--rows", type=at_least(1), default=4_000_000, help="rows of the table (default 4,000,000)")
 
 
 def measure(options: argparse.Namespace) -> Report:

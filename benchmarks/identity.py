@@ -21,12 +21,12 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.disk import scratch
 from benchmarks.identity_draw import Run, draw
 from benchmarks.identity_play import Difference, Player
+from benchmarks.options import at_least
 from benchmarks.report import Figure, Report
 from tiered_emb.errors import TierCapacityError
 
@@ -68,19 +68,10 @@ _SHOWN = 5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this question."""
-    parser.add_argument("--runs", metavar="N", type=_at_least(1), default=200, help="runs (default 200)")
-    parser.add_argument("--seed", metavar="N", type=_at_least(0), default=0, help="of all runs (default 0)")
-    parser.add_argument("--only", metavar="N", type=_at_least(0), help="the run of this number, from 0 on, alone")
+    parser.add_argument("--runs", metavar="N", type=at_least(1), default=200, help="runs (default 200)")
+    parser.add_argument("--seed", metavar="N", type=at_least(0), default=0, help="of all runs (default 0)")
+    parser.add_argument("--only", metavar="N", type=at_least(0), help="the run of this number, from 0 on, alone")
     parser.add_argument("--directory", metavar="DIR", help="where stores are written; what is made there is removed")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is too few; expected {least} or more")
-        return int(text)
-
-    return number
 
 
 def measure(options: argparse.Namespace) -> Report:

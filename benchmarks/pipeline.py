@@ -25,7 +25,7 @@ import argparse
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +33,7 @@ import torch
 
 from benchmarks import sides
 from benchmarks.disk import CannotMeasure, scratch
+from benchmarks.options import at_least
 from benchmarks.pipeline_cold import Law, measure_cold
 from benchmarks.pipeline_sides import InMemory, Setting, Side, Tiered, ablation, fill, in_turns, open_store, phase
 from benchmarks.report import Figure, Report
@@ -65,21 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--cache-mb", int, 16, 256, "page cache left to the store on the disk"),
     ):
         what = f"{text} (default {default:,})"
-        parser.add_argument(name, metavar="N", type=_at_least(kind, least), default=default, help=what)
+        parser.add_argument(name, metavar="N", type=at_least(least, kind), default=default, help=what)
     parser.add_argument("--no-cold", action="store_true", help="leave out the store on the disk")
     parser.add_argument("--no-retail", action="store_true", help="leave out the skewed workload")
     parser.add_argument("--memory", metavar="DIR", default="/dev/shm", help="a directory in memory (default /dev/shm)")
     parser.add_argument("--directory", metavar="DIR", help="a directory on a disk; what is made there is removed")
-
-
-def _at_least(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = kind(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is too few; expected {least} or more")
-        return value
-
-    return number
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -229,7 +220,7 @@ def _show(report: Report) -> None:
     """The table's lines and the notes, from the figures."""
     report.columns = ("what", "Zipf 1.05", "skewed")
     for text, key, unit in _LINES:
-        report.lines.append((text, *(_shown(report.figures.get(f"{name}{key}"), unit) for name in ("", RETAIL))))
+        report.lines.append((text, *(report.shown(f"{name}{key}", unit) for name in ("", RETAIL))))
     for key, text in (("ablation", "in memory"), ("ablation_cold", "on the disk")):
         if isinstance(figures := report.figures.get(key), dict):
             told = ", ".join(f"{name} {one} ms" for name, one in figures.items())
@@ -238,10 +229,4 @@ def _show(report: Report) -> None:
         report.notes.append(f"FBGEMM was not measured: {report.figures['fbgemm_missing']} (`make bench` installs it)")
     if "cold_reason" in report.figures:
         report.notes.append(f"The store on the disk was not measured: {report.figures['cold_reason']}")
-    seconds = report.figures["phase_seconds"]
-    assert isinstance(seconds, dict)
-    report.notes.append("Seconds: " + ", ".join(f"{name} {one}" for name, one in seconds.items()))
-
-
-def _shown(figure: Figure, unit: str) -> str:
-    return "-" if figure is None else f"{figure:,} {unit}".strip()
+    report.note_seconds()

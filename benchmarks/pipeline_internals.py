@@ -33,7 +33,7 @@ def store_sizes(path: Path, budget_bytes: int) -> StoreConfig:
 
 def wait_for_prepared(steps: Prefetch[object]) -> None:
     """Return once everything that was handed over to be prepared is, or was refused."""
-    for entry in steps._coming:
+    for entry in steps._entries:
         entry.done.wait()
 
 

@@ -28,6 +28,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import policies_sides as sides
+from benchmarks.options import at_least
 from benchmarks.policies_golden import EXACT, NEAR, SHARED, Golden, compare, load_trace
 from benchmarks.policies_samples import compare_samples, made_up
 from benchmarks.report import Figure, Report
@@ -55,18 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--seeds", 1, 10, "samples"),
     ):
         what = text if default > 1 << 30 else f"{text} (default {default:,})"
-        parser.add_argument(name, metavar="N", type=_at_least(least), default=default, help=what)
+        parser.add_argument(name, metavar="N", type=at_least(least), default=default, help=what)
     parser.add_argument("--golden", metavar="TRACE,...", help="compare these traces' golden rows only")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is too few; expected {least} or more")
-        return number
-
-    return integer
 
 
 def measure(options: argparse.Namespace) -> Report:

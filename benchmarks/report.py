@@ -47,6 +47,19 @@ class Report:
         for note in self.notes:
             console.print(note, highlight=False)
 
+    def shown(self, key: str, unit: str) -> str:
+        """A figure in a line of the table: with its unit, "-" if it could not be measured, nothing if it was not."""
+        figure = self.figures.get(key, "")
+        if figure is None:
+            return "-"
+        return f"{figure:,} {unit}".strip() if figure != "" else ""
+
+    def note_seconds(self) -> None:
+        """Tell how long each phase took, from the figure of that name."""
+        seconds = self.figures["phase_seconds"]
+        assert isinstance(seconds, dict)
+        self.notes.append("Seconds: " + ", ".join(f"{name} {one}" for name, one in seconds.items()))
+
     def write_json(self, target: str) -> None:
         """Write the figures and the machine to the file ``target``, or to stdout as one line if it is ``-``."""
         figures = {**self.figures, "machine": machine()}

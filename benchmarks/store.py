@@ -32,13 +32,14 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import store_phases as phases
 from benchmarks.disk import scratch
+from benchmarks.options import at_least
 from benchmarks.report import Figure, Report
 from benchmarks.store_latency import PacedLoad, beside_compaction
 from benchmarks.store_phases import Workload
@@ -68,20 +69,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--pace", float, 10, 100.0, "gets, and puts, of 4,096 rows a second of the latencies"),
     ):
         what = f"{text} (default {default:,})"
-        parser.add_argument(name, metavar="N", type=_at_least(kind, least), default=default, help=what)
+        parser.add_argument(name, metavar="N", type=at_least(least, kind), default=default, help=what)
     parser.add_argument(
         "--directory", metavar="DIR", help="where the stores are written; what is made there is removed"
     )
-
-
-def _at_least(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = kind(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is too few; expected {least} or more")
-        return value
-
-    return number
 
 
 @dataclass
@@ -250,17 +241,8 @@ _LINES = (
 def _show(report: Report) -> None:
     """The table's lines and the notes, from the figures."""
     for text, key, unit in _LINES:
-        report.lines.append((text, *(_shown(report.figures, key + suffix, unit) for suffix in ("", WIDE))))
+        report.lines.append((text, *(report.shown(key + suffix, unit) for suffix in ("", WIDE))))
     for key in ("rocksdict_missing", "cold_read_reason"):
         if report.figures.get(key):
             report.notes.append(f"Not measured: {report.figures[key]}")
-    seconds = report.figures["phase_seconds"]
-    assert isinstance(seconds, dict)
-    report.notes.append("Seconds: " + ", ".join(f"{name} {one}" for name, one in seconds.items()))
-
-
-def _shown(figures: dict[str, Figure], key: str, unit: str) -> str:
-    figure = figures.get(key, "")
-    if figure is None:
-        return "-"
-    return f"{figure:,} {unit}".strip() if figure != "" else ""
+    report.note_seconds()

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from tiered_emb.metrics import EngineStats, TierStats
     from tiered_emb.module import TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
     from tiered_emb.optim import SGD, Adagrad, Adam, RowwiseAdagrad
-    from tiered_emb.pipeline import Prefetch, PrefetchStats, prefetch
+    from tiered_emb.pipeline import Prefetch, prefetch
     from tiered_emb.plan import JaggedIds
+    from tiered_emb.prepared import PrefetchStats
 
 __all__ = [
     "SGD",

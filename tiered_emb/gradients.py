@@ -49,8 +49,7 @@ class RowGradients:
 
     Attributes:
         slots: (U,) int32, distinct.
-        located: where the gradient of each position is, for the device's kernels; None if `arg` is not.
-        grad: (F * B, D) gradient of outputs pooled by maximum, or None.
+        located: where the gradient of each position is, for the device's kernels.
         bags: (N,) int32 bag of each position.
         weights: (N,) float32 factor of each position, or None.
         arg: (B, D) int32 position that won a max bag, or None.
@@ -59,7 +58,6 @@ class RowGradients:
 
     slots: Slots
     located: Any
-    grad: torch.Tensor | None
     bags: torch.Tensor
     weights: torch.Tensor | None
     arg: torch.Tensor | None
@@ -75,8 +73,8 @@ def row_gradients(tier: Tier, uses: Sequence[Use], deduper: batch_kernels.Dedupe
         grads, in_bag, weights = _of_sums(uses[0].grads, bags), bag_numbers(bags, scratch), bags.weights
     else:
         slots, inverse = _shared_slots(uses, deduper)
-        grad, in_bag = _joined_bags(uses, scratch)
-        grads = [grad]
+        joined, in_bag = _joined_bags(uses, scratch)
+        grads = [joined]
         weights, arg = _joined_weights(uses), _joined_winners(uses)
     start = scratch.take("start", len(slots) + 1, np.int64)
     position = scratch.take("position", len(inverse), np.int32)
@@ -85,8 +83,7 @@ def row_gradients(tier: Tier, uses: Sequence[Use], deduper: batch_kernels.Dedupe
     in_bag = in_bag.to(device)
     return RowGradients(
         slots,
-        tier.kernels.locate_gradients(grads, in_bag, scratch) if arg is None else None,
-        None if arg is None else _under_each_other(grads),
+        tier.kernels.locate_gradients(grads, in_bag, scratch),
         in_bag,
         None if weights is None else weights.to(device),
         arg,
@@ -126,8 +123,8 @@ def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratc
 
 
 def _sum(tier: Tier, work: RowGradients, first: int, last: int, out: torch.Tensor) -> None:
-    if work.arg is not None and work.grad is not None:
-        tier.kernels.sum_gradients_max(work.grad, work.arg, work.bags, work.start, work.position, first, last, out)
+    if work.arg is not None:
+        tier.kernels.sum_gradients_max(work.located, work.arg, work.bags, work.start, work.position, first, last, out)
     else:
         tier.kernels.sum_gradients(work.located, work.weights, work.start, work.position, first, last, out)
 
@@ -151,10 +148,6 @@ def _longest(bags: Bags) -> int:
     return int(bags.offsets.diff().max()) if bags.num_bags else 0
 
 
-def _under_each_other(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    return grads[0].contiguous() if len(grads) == 1 else torch.cat(list(grads))
-
-
 def _shared_slots(uses: Sequence[Use], deduper: batch_kernels.Deduper) -> tuple[Slots, NDArray[np.int32]]:
     """Distinct slots over all uses and, for each position of all uses in call order, which of them it asked for."""
     asked = np.concatenate([use.plan.slots[_taking_part(use, use.plan.batch.inverse.numpy())] for use in uses])
@@ -173,7 +166,7 @@ def _joined_bags(uses: Sequence[Use], scratch: Scratch) -> tuple[torch.Tensor, t
         numbers = bag_numbers(use.plan.batch.bags, scratch).numpy()
         bags.append(torch.from_numpy(_taking_part(use, numbers) + np.int32(seen)))
         seen += use.plan.batch.bags.num_bags
-    return _under_each_other(grads), torch.cat(bags)
+    return torch.cat(grads), torch.cat(bags)
 
 
 def _taking_part(use: Use, positions: NDArray[Any]) -> NDArray[Any]:

@@ -71,7 +71,7 @@ _WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
 _MOST_SPARE = 8  # arrays of batches that are kept for the next ones
 
 
-def _unseen(place: str) -> None:
+def unseen(place: str) -> None:
     """Nobody wants to know where the time goes."""
 
 
@@ -182,7 +182,7 @@ class TableGroup:
             self.cold.read(plan.batch.tables[outside], plan.batch.ids[outside], rows[from_lower:])
         return rows
 
-    def commit(self, plan: Plan, rows: Rows, at: Callable[[str], None] = _unseen) -> None:
+    def commit(self, plan: Plan, rows: Rows, at: Callable[[str], None] = unseen) -> None:
         """Move the plan's victims out and the fetched rows in. `at` as of `prepare`.
 
         Raises the Store's error if it did not take a victim; by then every row is in its place, and the victim among
@@ -227,7 +227,7 @@ class TableGroup:
         self._forwards += 1
         plan.number = self._forwards
 
-    def prepare(self, batch: IdBatch, at: Callable[[str], None] = _unseen) -> Plan:
+    def prepare(self, batch: IdBatch, at: Callable[[str], None] = unseen) -> Plan:
         """Plan, fetch and commit, one after the other; a failure leaves no pin and loses no row.
 
         Args:
@@ -411,7 +411,7 @@ class TableGroup:
             f"it needs {self.top_bytes(short.rows)} bytes: raise {top.name}_bytes to that or use smaller batches"
         )
 
-    def _move_victims(self, plan: Plan, at: Callable[[str], None] = _unseen) -> None:
+    def _move_victims(self, plan: Plan, at: Callable[[str], None] = unseen) -> None:
         """Rows that leave the lower tier, then rows that leave the top one; raises the last error of the Store."""
         victims, gone = plan.victims, plan.lower_victims
         error = None

@@ -156,7 +156,7 @@ class Question:
         batch: the ids.
         weights: (N,) float32 per-sample weights as autograd knows them, or None.
         num_features: F.
-        plan: set by an answer that admits the batch.
+        plan: the batch's, where it is to be trained on.
     """
 
     lookup: TableLookup
@@ -248,15 +248,15 @@ class TableLookup:
         return Question(self, self._batch(features, ids, ends, weights), weights, len(names))
 
     def answer(self, question: Question, training: bool) -> tuple[torch.Tensor, ...]:
-        """Pooled rows (B, D) of each of the F features. Requires: the engine's road, unless the question has a plan.
+        """Pooled rows (B, D) of each of the F features.
 
-        With ``training`` and gradients enabled the batch is admitted to the tiers; otherwise nothing is left behind.
-        Raises TierCapacityError as ``TableGroup.plan``, and what the Store raises.
+        With ``training`` and gradients enabled, of the question's plan, and to be trained; otherwise nothing is left
+        behind, and what the Store raises is raised. Requires: the engine's road then.
         """
         batch, weights, features = question.batch, question.weights, question.num_features
         if training and torch.is_grad_enabled():
-            plan = question.plan if question.plan is not None else self.group.prepare(batch)
-            question.plan = plan
+            plan = question.plan
+            assert plan is not None, "a look-up that trains is planned first"
             self.group.number_forward(plan)
             outs: tuple[torch.Tensor, ...] = _Pooled.apply(self._anchor, weights, self, plan, features)  # type: ignore[no-untyped-call]
             return outs

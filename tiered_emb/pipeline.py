@@ -14,16 +14,16 @@ is prepared may hasten a forward and never changes what it gives: everything her
 
 Invariants:
 
-- The thread prepares in batch order and waits for nobody but the disk. What has no room beside the pins of batches that
-  were not used yet is refused and tried again at the next `next()`; a forward that finds no room has everything
-  prepared and not taken let go, then prepares its own batch.
+- The thread prepares in batch order; it waits for the disk and the road, never for a release. What has no room beside
+  the pins of batches that were not used yet is refused and tried again at the next `next()`; a forward that finds no
+  room has everything prepared and not taken let go, then prepares its own batch.
 - Pins of a batch end with its backward pass (or whatever ends those of a forward). Of a batch that no forward took they
   end at the `next()` after the one that gave it, and all of them when the loop ends: at the last batch, by `break`, by
   an exception, by `close()`, by closing the module, or when the iterator is dropped.
 - An error met while preparing is not raised there: the forward prepares the batch itself, and raises what it meets.
 
-Threads: `Prefetch` belongs to the thread of the loop; `_Entry` is handed to the preparing thread by a queue, and back
-by an event. What both touch between the two is guarded by the engine's road.
+Threads: `Prefetch` belongs to the thread of the loop; an `Entry` (`tiered_emb.prepared`) is handed to the preparing
+thread by a queue, and back by an event.
 """
 
 from __future__ import annotations
@@ -34,187 +34,39 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 import torch
 from torch import nn
 
-from tiered_emb.errors import ConfigError, IdRangeError, InvalidBatchError, TierCapacityError
+from tiered_emb.errors import ConfigError, IdRangeError, InvalidBatchError
 from tiered_emb.inputs import kind_of
 from tiered_emb.lookup import LookupInput, Question
 from tiered_emb.plan import JaggedIds
+from tiered_emb.prepared import Batch, Entry, Part, PrefetchStats
 from tiered_emb.tables import TieredTables
 
-Batch = TypeVar("Batch")
 MOST_AHEAD = 64
 
 
-@dataclass(slots=True)
-class PrefetchStats:
-    """What prefetching did so far.
-
-    Attributes:
-        batches: given to the loop.
-        prepared: forwards that found their batch prepared, however late.
-        unprepared: forwards that found nothing, and prepared their batch themselves.
-        refused: batches that had no room beside others, and were tried again or prepared by their forward.
-        failed: batches whose preparation met an error, which their forward may have met again.
-        stalls: forwards that had to wait for what was prepared for them.
-        stall_seconds: how long they waited, by what was at work meanwhile: "hbm", "ddr", "store", or "queue" for
-            earlier batches.
-    """
-
-    batches: int = 0
-    prepared: int = 0
-    unprepared: int = 0
-    refused: int = 0
-    failed: int = 0
-    stalls: int = 0
-    stall_seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def stalled_seconds(self) -> float:
-        """How long forwards waited in all."""
-        return sum(self.stall_seconds.values())
-
-
-class _Clock:
-    """Where the time of one preparation goes; `at` is called by who prepares, `within` by who waited."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[float, str]] = []
-
-    def at(self, place: str) -> None:
-        """The time from now on goes to `place`."""
-        self._marks.append((time.perf_counter(), place))
-
-    def within(self, begin: float, end: float) -> dict[str, float]:
-        """How much of the time from `begin` to `end` went where."""
-        seconds: dict[str, float] = {}
-        marks = [(begin, "queue"), *self._marks, (end, "")]
-        for (since, place), (until, _) in pairwise(marks):
-            spent = min(until, end) - max(since, begin)
-            if spent > 0:
-                seconds[place] = seconds.get(place, 0.0) + spent
-        return seconds
-
-
-class _Part:
-    """What one module will be asked in the forward of one batch.
-
-    Attributes:
-        questions: once prepared; taken by the forward.
-        error: what preparing met.
-        taken, cancelled: a forward has it; nobody wants it any more.
-        refused: it had no room, or had to make some for another batch.
-    """
-
-    def __init__(self, module: TieredTables, inputs: Sequence[LookupInput]) -> None:
-        self.module = module
-        self.inputs = [one.kept() for one in inputs]
-        self.questions: list[Question] | None = None
-        self.error: BaseException | None = None
-        self.taken = self.cancelled = self.refused = False
-
-    def prepare(self, at: Callable[[str], None]) -> None:
-        """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
-        with self.module.road:
-            if not self._is_wanted() or self.questions is not None:
-                return
-            self.error, self.refused = None, False
-            try:
-                self.questions = self.module.prepare(self.inputs, at)
-            except BaseException as error:  # the forward that comes meets it again, or does not
-                self.error = error.with_traceback(None)  # whose frames would hold plans
-                self.refused = isinstance(error, TierCapacityError)
-            if not self._is_wanted():  # since meanwhile: a finalizer takes no lock
-                self._withdraw()
-
-    def _is_wanted(self) -> bool:
-        return not self.taken and not self.cancelled
-
-    def matches(self, module: TieredTables, inputs: Sequence[LookupInput]) -> bool:
-        """Whether this is for a forward of `module` with these inputs, and still to be had."""
-        return (
-            self.module is module
-            and not self.taken
-            and not self.cancelled
-            and len(self.inputs) == len(inputs)
-            and all(mine.equals(other) for mine, other in zip(self.inputs, inputs, strict=True))
-        )
-
-    def take(self, inputs: Sequence[LookupInput]) -> list[Question] | None:
-        """In the thread of the loop, once prepared: the questions, with the forward's own weights; None = none."""
-        self.taken = True
-        questions, self.questions = self.questions, None
-        for question, one in zip(questions or (), inputs, strict=False):
-            question.weights = one.weights
-        return questions
-
-    def let_go(self, *, for_good: bool) -> None:
-        """Unpin what is prepared, unless a forward has it; `for_good` = it will not be prepared again."""
-        if self.taken:  # without the road, which may be long
-            return
-        with self.module.road:
-            self.cancelled |= for_good
-            self.refused |= self.questions is not None
-            self._withdraw()
-
-    def _withdraw(self) -> None:
-        questions, self.questions = self.questions, None
-        for question in questions or ():
-            question.withdraw()
-
-
-class _Entry(Generic[Batch]):
-    """One batch on its way through the queue."""
-
-    def __init__(self, batch: Batch, parts: Sequence[_Part]) -> None:
-        self.batch = batch
-        self.parts = parts
-        self.clock = _Clock()
-        self.done = threading.Event()
-
-    def prepare(self) -> None:
-        """In the preparing thread."""
-        try:
-            for part in self.parts:
-                part.prepare(self.clock.at)
-        finally:
-            self.done.set()
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether a part that is still wanted had no room."""
-        return self.done.is_set() and any(part.refused and not part.taken and not part.cancelled for part in self.parts)
-
-    def let_go(self, *, for_good: bool) -> None:
-        """Unpin what is prepared and no forward has taken."""
-        for part in self.parts:
-            part.let_go(for_good=for_good)
-
-
-def _serve(entries: SimpleQueue[_Entry[Any] | None]) -> None:
+def _serve(queue: SimpleQueue[Entry[Any] | None]) -> None:
     """Body of the preparing thread; holds the queue only, so that a dropped iterator goes away."""
-    while (entry := entries.get()) is not None:
+    while (entry := queue.get()) is not None:
         entry.prepare()
         del entry
 
 
-def _end(entries: SimpleQueue[_Entry[Any] | None], outstanding: deque[_Entry[Any]]) -> None:
+def _end(queue: SimpleQueue[Entry[Any] | None], entries: deque[Entry[Any]]) -> None:
     """Have the thread end, which may be in the middle of a batch; what is prepared goes with the entries.
 
     As a finalizer this may run in any thread, one that the road's holder waits for among them: it takes no lock.
     """
-    for entry in outstanding:
+    for entry in entries:
         for part in entry.parts:
             part.cancelled = True
-    outstanding.clear()
-    entries.put(None)
+    queue.put(None)
 
 
 class Prefetch(Generic[Batch]):
@@ -236,13 +88,12 @@ class Prefetch(Generic[Batch]):
         self._modules = modules
         self._ids = ids
         self._lookahead = lookahead
-        self._coming: deque[_Entry[Batch]] = deque()  # read from the loader, not given yet
-        self._given: _Entry[Batch] | None = None
+        self._entries: deque[Entry[Any]] = deque()  # of batches that were read; the first may have been given
+        self._given = 0  # how many were: 0 or 1
         self._failure: Exception | None = None  # of the loader, raised once the batches before it were given
-        self._outstanding: deque[_Entry[Any]] = deque()  # all of these
-        self._entries: SimpleQueue[_Entry[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Entry[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._finalizer = weakref.finalize(self, _end, self._entries, self._outstanding)
+        self._finalizer = weakref.finalize(self, _end, self._queue, self._entries)
         self._finalizer.atexit = False
         for module in modules.values():
             module.prepare_ahead(_Weak(self))
@@ -253,64 +104,61 @@ class Prefetch(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._given is not None:
-            self._given.let_go(for_good=True)
-            if self._given in self._outstanding:
-                self._outstanding.remove(self._given)
-            self._given = None
+        if self._given:
+            self._entries[0].let_go(for_good=True)
+            self._entries.popleft()
+            self._given = 0
         self._read_ahead()
-        if not self._coming:
+        if not self._entries:
             self.close()
             raise StopIteration if self._failure is None else self._failure
-        self._given = self._coming.popleft()
+        self._given = 1
         self.stats.batches += 1
-        return self._given.batch
+        given: Batch = self._entries[0].batch
+        return given
 
     def _read_ahead(self) -> None:
         """Read from the loader until the batch that is given next has `lookahead` behind it."""
-        for entry in self._coming:
+        for entry in self._entries:
             if entry.was_refused:
                 self.stats.refused += 1
                 self._hand_over(entry)
-        while self._batches is not None and len(self._coming) <= self._lookahead:
+        while self._batches is not None and len(self._entries) <= self._lookahead:
             try:
                 batch = next(self._batches)
-                entry = _Entry(batch, self._parts(batch))
+                entry = Entry(batch, self._parts(batch))
             except Exception as error:
                 self._batches = None
                 self._failure = None if isinstance(error, StopIteration) else error
                 return
-            self._coming.append(entry)
-            self._outstanding.append(entry)
+            self._entries.append(entry)
             self._hand_over(entry)
 
-    def _hand_over(self, entry: _Entry[Batch]) -> None:
+    def _hand_over(self, entry: Entry[Batch]) -> None:
         if self._lookahead == 0 or not entry.parts:  # the forward prepares its own
             entry.done.set()
             return
         entry.done.clear()
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._entries,), name="tiered-emb-prefetch", daemon=True
-            )
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="tiered-emb-prefetch", daemon=True)
             self._thread.start()
-        self._entries.put(entry)
+        self._queue.put(entry)
 
-    def _parts(self, batch: Batch) -> list[_Part]:
+    def _parts(self, batch: Batch) -> list[Part]:
         if self._lookahead == 0:
             return []
         parts = []
         for module, arguments in _arguments(batch if self._ids is None else self._ids(batch), self._modules):
             with suppress(InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
                 if module.training:
-                    parts.append(_Part(module, module.lookup_inputs(*arguments)))
+                    parts.append(Part(module, module.lookup_inputs(*arguments)))
         return parts
 
     # ---- the forward, by `Ahead`
 
     def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> list[Question] | None:
         """As `tiered_emb.tables.Ahead.take`."""
-        for entry in self._outstanding:
+        for entry in self._entries:
             for part in entry.parts:
                 if part.matches(module, inputs):
                     self._await(entry)
@@ -320,7 +168,7 @@ class Prefetch(Generic[Batch]):
         self.stats.unprepared += 1
         return None
 
-    def _await(self, entry: _Entry[Any]) -> None:
+    def _await(self, entry: Entry[Any]) -> None:
         if entry.done.is_set():
             return
         begin = time.perf_counter()
@@ -329,7 +177,7 @@ class Prefetch(Generic[Batch]):
         for place, seconds in entry.clock.within(begin, time.perf_counter()).items():
             self.stats.stall_seconds[place] = self.stats.stall_seconds.get(place, 0.0) + seconds
 
-    def _count(self, part: _Part, prepared: bool) -> None:
+    def _count(self, part: Part, prepared: bool) -> None:
         self.stats.prepared += prepared
         self.stats.unprepared += not prepared
         self.stats.refused += part.refused
@@ -337,7 +185,7 @@ class Prefetch(Generic[Batch]):
 
     def cancel(self) -> None:
         """As `tiered_emb.tables.Ahead.cancel`."""
-        for entry in self._outstanding:
+        for entry in self._entries:
             entry.let_go(for_good=False)
 
     def stop(self) -> None:
@@ -345,12 +193,11 @@ class Prefetch(Generic[Batch]):
         if not self._finalizer.alive:
             return
         self._lookahead = 0
-        entries = list(self._outstanding)
         self._finalizer()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None
-        for entry in entries:
+        for entry in self._entries:
             entry.let_go(for_good=True)
         for module in self._modules.values():
             module.prepare_ahead(None)
@@ -360,9 +207,8 @@ class Prefetch(Generic[Batch]):
     def close(self) -> None:
         """Prepare nothing more, and let go of what is prepared; the loop gets no further batch."""
         self.stop()
-        self._batches = self._given = None
-        self._coming.clear()
-        self._outstanding.clear()
+        self._batches, self._given = None, 0
+        self._entries.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -390,10 +236,6 @@ class _Weak:
     def stop(self) -> None:
         if (prefetch := self._prefetch()) is not None:
             prefetch.stop()
-
-    @property
-    def is_there(self) -> bool:
-        return self._prefetch() is not None
 
 
 def prefetch(

@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from tiered_emb.cache import room
 from tiered_emb.config import TableConfig, TierConfig, as_int
 from tiered_emb.engine import Engine
 from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError, TraceError
-from tiered_emb.group import TableGroup
+from tiered_emb.group import TableGroup, unseen
 from tiered_emb.inputs import checked_ids, kind_of, listed
 from tiered_emb.lookup import LookupInput, Question, Updates, UpdateTime, forget_failed_passes
 from tiered_emb.metrics import EngineStats
@@ -31,6 +32,7 @@ from tiered_emb.optim import RowRule, RowwiseAdagrad
 from tiered_emb.optim.facade import RowOptimizer
 from tiered_emb.plan import Bags, IdBatch, Ids, Rows
 
+_Given = TypeVar("_Given")
 _CHUNK_BYTES = 1 << 22  # of rows read or written at once by rows() and set_rows()
 
 
@@ -64,10 +66,6 @@ class Ahead(Protocol):
 
     def stop(self) -> None:
         """The module closes: prepare nothing more for it."""
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it still is."""
 
 
 class TieredTables(nn.Module):
@@ -193,41 +191,44 @@ class TieredTables(nn.Module):
                 self._end()
 
     def _answers(self, inputs: Sequence[LookupInput]) -> list[tuple[torch.Tensor, ...]]:
-        """The outputs of one forward's look-ups: of what was prepared ahead, else prepared now.
-
-        Before they are refused for want of room, what is prepared for later forwards and what failed passes still hold
-        is let go.
-        """
+        """The outputs of one forward's look-ups: of what was prepared ahead, else prepared now."""
         self._updates.drop_failed()
         trains = self.training and torch.is_grad_enabled()
         if trains and self._ahead is not None and (prepared := self._ahead.take(self, inputs)):
             with Uninterrupted():
                 return self._answered(prepared, trains)
-        with self._engine.road:
+        with self._engine.road, Uninterrupted():
             questions = [one.ask() for one in inputs]
-            for let_go in (self._engine.cancel_ahead, forget_failed_passes):
-                try:
-                    return self._answered_now(questions, trains)
-                except TierCapacityError:
-                    let_go()
-            return self._answered_now(questions, trains)
+            return self._with_room(lambda: self._answered(questions, trains))
 
-    def _answered_now(self, questions: Sequence[Question], trains: bool) -> list[tuple[torch.Tensor, ...]]:
-        """Room is made for all look-ups before the first one pins its rows. Requires: the road."""
-        batches = [(question.lookup.group, question.batch) for question in questions]
-        several = len(questions) > 1 and trains
-        with Uninterrupted(), self._engine.room_for(batches) if several else nullcontext():
-            return self._answered(questions, trains)
+    def _with_room(self, verb: Callable[[], _Given]) -> _Given:
+        """What a verb gives that needs room in the tiers; for want of it, what is prepared for later forwards and then
+        what failed passes hold is let go. Requires: the road."""
+        for let_go in (self._engine.cancel_ahead, forget_failed_passes):
+            try:
+                return verb()
+            except TierCapacityError:
+                let_go()
+        return verb()
 
     def _answered(self, questions: Sequence[Question], trains: bool) -> list[tuple[torch.Tensor, ...]]:
-        batches = [question.batch for question in questions]
+        """Requires: the road, unless the questions were prepared."""
         try:
-            with self._engine.recorded(batches) if trains else nullcontext():
+            with self._engine.recorded([question.batch for question in questions]) if trains else nullcontext():
+                if trains:
+                    self._plan([question for question in questions if question.plan is None])
                 return [question.lookup.answer(question, self.training) for question in questions]
         except BaseException:
             for question in questions:
                 question.withdraw()
             raise
+
+    def _plan(self, questions: Sequence[Question], at: Callable[[str], None] = unseen) -> None:
+        """Bring in the rows of look-ups; room is made for all of them before the first one pins its rows."""
+        batches = [(question.lookup.group, question.batch) for question in questions]
+        with self._engine.room_for(batches) if len(questions) > 1 else nullcontext():
+            for question in questions:
+                question.plan = question.lookup.group.prepare(question.batch, at)
 
     def prepare(self, inputs: Sequence[LookupInput], at: Callable[[str], None]) -> list[Question]:
         """Bring in the rows that a later forward will ask for, and pin them.
@@ -241,15 +242,12 @@ class TieredTables(nn.Module):
         """
         with self._engine.road:
             questions = [one.ask() for one in inputs]
-            batches = [(question.lookup.group, question.batch) for question in questions]
-            with self._engine.room_for(batches) if len(questions) > 1 else nullcontext():
-                try:
-                    for question in questions:
-                        question.plan = question.lookup.group.prepare(question.batch, at)
-                except BaseException:
-                    for question in questions:
-                        question.withdraw()
-                    raise
+            try:
+                self._plan(questions, at)
+            except BaseException:
+                for question in questions:
+                    question.withdraw()
+                raise
             return questions
 
     def prepare_ahead(self, ahead: Ahead | None) -> None:
@@ -259,11 +257,6 @@ class TieredTables(nn.Module):
             self._engine.cancels.pop(id(self), None)
         else:
             self._engine.cancels[id(self)] = ahead.cancel
-
-    @property
-    def is_prepared_ahead(self) -> bool:
-        """Whether somebody prepares forwards before they come."""
-        return self._ahead is not None and self._ahead.is_there
 
     @property
     def road(self) -> AbstractContextManager[bool]:
@@ -304,13 +297,7 @@ class TieredTables(nn.Module):
         for first in range(0, len(wanted), chunk):
             part = slice(first, first + chunk)
             with self._engine.road:
-                try:
-                    _overwrite(group, ref, wanted[part], weights[part])
-                    continue
-                except TierCapacityError:
-                    self._engine.cancel_ahead()
-                    forget_failed_passes()
-                _overwrite(group, ref, wanted[part], weights[part])
+                self._with_room(partial(_overwrite, group, ref, wanted[part], weights[part]))
 
     def _current_rule(self) -> RowRule:
         return self._rule if self._optimizer is None else self._optimizer.rule

@@ -235,11 +235,12 @@ class DenseOracle(_Oracle):
         start = np.concatenate([[0], np.cumsum(np.bincount(inverse, minlength=len(slots)))]).astype(np.int64)
         groups = torch.from_numpy(start), torch.from_numpy(position), 0, len(slots)
         grad, bags = _joined_gradients(uses)
+        located = cpu.locate_gradients([grad], bags, Scratch())
         sums = torch.empty((len(slots), grad.shape[1]))
         if table.config.mode == "max":
-            cpu.sum_gradients_max(grad, _joined_args(uses), bags, *groups, sums)
+            cpu.sum_gradients_max(located, _joined_args(uses), bags, *groups, sums)
         else:
-            cpu.sum_gradients(cpu.locate_gradients([grad], bags, Scratch()), _joined_weights(uses), *groups, sums)
+            cpu.sum_gradients(located, _joined_weights(uses), *groups, sums)
         self.rule.apply(table.weight, table.state, torch.from_numpy(slots), sums, self.steps)
 
 

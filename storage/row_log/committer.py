@@ -30,7 +30,6 @@ from storage.row_log.log import Commit
 from storage.row_log.manifest import INDEX_NAME
 from storage.row_log.parts import Parts
 from storage.row_log.places import COUNT, NUMBER
-from storage.row_log.raw import address_of
 from storage.row_log.recovery import LAST_EPOCH, open_log
 from storage.row_log.segment import SegmentHeader, is_whole_at, read_header
 from storage.row_log.state import State
@@ -231,7 +230,7 @@ class Committer:
         numbers, where, committed = [buffer.number for _, buffer, _ in batch.sealed], str(self._of.path), []
         with self._of.log.reading() as txn:
             for number, segment in zip(numbers, self._of.log.some_segments(txn, numbers), strict=True):
-                address = address_of(segment)
+                address = segment.ctypes.data
                 header = read_header(segment, number, where, whole=is_whole_at(address, number))
                 committed.append((header, address))
         return committed

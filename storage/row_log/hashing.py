@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from storage.row_log.raw import address_of, load64
+from storage.row_log.raw import load64
 from storage.row_log.xxh3 import LONG_BYTES, PRIMES, xxh3
 
 _P1, _P2, _P3, _P4, _P5 = (np.uint64(prime) for prime in PRIMES)
@@ -117,4 +117,4 @@ def checksum(data: bytes | memoryview | NDArray[np.uint8], seed: int = 0) -> int
     array = np.frombuffer(data, np.uint8)
     if len(array) % 8:
         array = np.concatenate([array, np.zeros(-len(array) % 8, np.uint8)])
-    return int(_checksum(np.uint64(address_of(array)), np.uint64(len(array)), np.uint64(seed)))
+    return int(_checksum(np.uint64(array.ctypes.data), np.uint64(len(array)), np.uint64(seed)))

@@ -21,7 +21,7 @@ from numba import njit
 from storage.errors import CorruptSegmentError
 from storage.row_log.lmdb_check import run_begins
 from storage.row_log.lmdb_nodes import PAGE_HEADER_BYTES
-from storage.row_log.raw import address_of, load16, load64
+from storage.row_log.raw import load16, load64
 
 _NODE_BYTES, _BIG_DATA = np.uint64(8), np.uint64(1)
 
@@ -59,7 +59,7 @@ def check_run(key: memoryview, page_bytes: int, pages: int) -> None:
 
 def _large_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, int, int]:
     """The address of page 0, the first page of a value and its size."""
-    first, page, size = _read_node(np.uint64(address_of(np.frombuffer(key, np.uint8))), len(key), page_bytes)
+    first, page, size = _read_node(np.uint64(np.frombuffer(key, np.uint8).ctypes.data), len(key), page_bytes)
     last = page + (PAGE_HEADER_BYTES + size - 1) // page_bytes
     if size < 0 or not 0 <= last < pages:
         raise CorruptSegmentError(

@@ -1,7 +1,7 @@
 """What the segments of a group take and what moving them is worth: one pass over the segment table for each question.
 
 A store of 1 GiB has 8,000 lines, and maintenance asks several times between two commits. As expressions of numpy these
-questions took a quarter of its time.
+questions took a seventh of its time.
 
 Owned by the store's lock. Slots are those of `row_log.places`; nothing here changes a line.
 """

@@ -63,7 +63,7 @@ def test_small_sizes_give_every_figure_and_leave_nothing(tmp_path: Path, capsys:
     [
         (["--rows", "0"], "argument --rows: 0 is too few; expected 1 or more"),
         (["--rewrites", "0.5"], "argument --rewrites: 0.5 is too few; expected 1 or more"),
-        (["--wide-rows", "many"], "argument --wide-rows: invalid number value: 'many'"),
+        (["--wide-rows", "many"], "argument --wide-rows: invalid integer value: 'many'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

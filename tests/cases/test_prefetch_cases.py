@@ -135,8 +135,8 @@ def test_case_15_a_batch_that_was_prepared_before_an_update_sees_it(tiers: TierC
 def await_prepared(module: TieredEmbedding, batches: int) -> None:
     """Until the preparing thread has nothing left to do of so many batches."""
     loop = module._ahead._prefetch()  # type: ignore[union-attr]
-    assert len(loop._outstanding) == batches
-    for entry in loop._outstanding:
+    assert len(loop._entries) == batches
+    for entry in loop._entries:
         assert entry.done.wait(60)
 
 
@@ -337,7 +337,6 @@ def test_pins_end_with_the_loop(end: str) -> None:
         del loop
         settle()
     assert pinned(module) == 0
-    assert not module.is_prepared_ahead
     module(ids_of(9)).sum().backward()
     module.close()
 

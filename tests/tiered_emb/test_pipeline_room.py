@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from storage.heap_store import HeapStore
-from tiered_emb import SGD, TierConfig, TieredEmbeddingBag, prefetch
+from tiered_emb import SGD, Prefetch, TierConfig, TieredEmbeddingBag, prefetch
 
 DIM, ROW = 4, 16
 HELD = 8  # rows of the HBM tier
@@ -18,10 +18,10 @@ def bag(tiers: TierConfig, name: str, dim: int = DIM) -> TieredEmbeddingBag:
     return TieredEmbeddingBag(None, dim, mode="sum", tiers=tiers, optimizer=SGD(0.1), name=name, seed=0, device="cpu")
 
 
-def settled(model: TieredEmbeddingBag, rows: int) -> None:
-    """Wait until so many rows are pinned."""
-    while model._lookup.group.top.directory.pinned_rows < rows:
-        pass
+def settle(ahead: Prefetch[torch.Tensor]) -> None:
+    """Wait until nothing is left to be prepared, or it was refused."""
+    for entry in ahead._entries:
+        assert entry.done.wait(60)
 
 
 @pytest.mark.parametrize("verb", ["set_rows", "another module's forward", "another module"])
@@ -36,9 +36,11 @@ def test_pins_of_later_batches_make_room(verb: str) -> None:
             "another module's forward": lambda: others[0](torch.tensor([[99]])).sum().backward(),
             "another module": lambda: others.extend([bag(tiers, "c", 2 * DIM)]),
         }
-        for batch in prefetch(halves, model, lookahead=1):
+        ahead = prefetch(halves, model, lookahead=1)
+        for batch in ahead:
             if batch is halves[0]:
-                settled(model, held)
+                settle(ahead)
+                assert model._lookup.group.top.directory.pinned_rows == held
                 verbs[verb]()
             model(batch[:, :2]).sum().backward()
         for other in others:
@@ -51,10 +53,9 @@ def test_what_had_to_make_room_and_what_had_none_is_prepared_again() -> None:
         ahead = prefetch(batches, model, lookahead=4)
         for batch in ahead:
             if batch is batches[0]:
-                settled(model, HELD)
+                settle(ahead)
                 model(torch.arange(90, 98)[None]).sum().backward()
-            while not all(entry.done.is_set() for entry in ahead._outstanding):
-                pass
+            settle(ahead)
             model(batch).sum().backward()
         assert ahead.stats.failed == 0
         assert ahead.stats.prepared >= 4

@@ -85,7 +85,7 @@ class Kernels(Protocol):
 
     def sum_gradients_max(
         self,
-        grad: torch.Tensor,
+        located: Any,
         arg: torch.Tensor,
         bags: torch.Tensor,
         start: torch.Tensor,

@@ -9,7 +9,8 @@ rows or positions, so their number changes nothing.
 
 Speed. Rows far apart in memory are asked for some positions ahead (`_AHEAD`); inner loops index arrays and take no
 slices (a slice in an inner loop made the backward three times slower). Tensors are C-contiguous: one specialisation a
-kernel. The functions above the kernels only turn tensors into arrays, about 1 us each.
+kernel; gradients may lie anyhow and are found by address. The functions above the kernels only turn tensors into
+arrays, about 1 us each.
 
 Threads: any; nothing is kept. The caller sees to it that nobody writes the slots that are read, or reads those written.
 """
@@ -146,7 +147,7 @@ def sum_gradients(
 
 
 def sum_gradients_max(
-    grad: torch.Tensor,
+    located: Any,
     arg: torch.Tensor,
     bags: torch.Tensor,
     start: torch.Tensor,
@@ -156,8 +157,8 @@ def sum_gradients_max(
     out: torch.Tensor,
 ) -> None:
     """The same for bags pooled by maximum; see `reference.sum_gradients_max`."""
-    arrays = grad.numpy(), arg.numpy(), bags.numpy(), start.numpy(), position.numpy()
-    _sum_gradients_max(*arrays, first, last, out.numpy())
+    arrays = arg.numpy(), bags.numpy(), start.numpy(), position.numpy()
+    _sum_gradients_max(located.at, *arrays, first, last, out.numpy())
 
 
 def read_rows(weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
@@ -283,18 +284,20 @@ def _sum_gradients(at: Any, per_sample: Any, start: Any, position: Any, first: A
 
 @njit(nogil=True, cache=True)
 def _sum_gradients_max(
-    grad: Any, arg: Any, bags: Any, start: Any, position: Any, first: Any, last: Any, out: Any
+    at: Any, arg: Any, bags: Any, start: Any, position: Any, first: Any, last: Any, out: Any
 ) -> None:
+    dim = out.shape[1]
     for u in range(first, last):
         row = u - first
-        for d in range(grad.shape[1]):
+        for d in range(dim):
             out[row, d] = 0
         for place in range(start[u], start[u + 1]):
             p = position[place]
             b = bags[p]
-            for d in range(grad.shape[1]):
+            grad = floats_at(at[p], dim)
+            for d in range(dim):
                 if arg[b, d] == p:
-                    out[row, d] += grad[b, d]
+                    out[row, d] += grad[d]
 
 
 @njit(nogil=True, cache=True)

@@ -129,7 +129,7 @@ def sum_gradients(
 
 
 def sum_gradients_max(
-    grad: torch.Tensor,
+    located: Any,
     arg: torch.Tensor,
     bags: torch.Tensor,
     start: torch.Tensor,
@@ -138,10 +138,11 @@ def sum_gradients_max(
     last: int,
     out: torch.Tensor,
 ) -> None:
-    """As `sum_gradients`, but of grad[bags[p], d] only where arg[bags[p], d] == p: column d of bag b came from there.
+    """As `sum_gradients`, but of p's gradient in column d only where arg[bags[p], d] == p: column d came from there.
 
-    grad (B, D), arg int32 (B, D) as written by `pool_max`, bags (N,).
+    arg int32 (B, D) as written by `pool_max`, bags (N,).
     """
+    grad, _ = located
     out.zero_()
     for rows, places in _steps(start[first:last], start[first + 1 : last + 1]):
         p = position[places]

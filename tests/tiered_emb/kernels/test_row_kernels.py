@@ -127,7 +127,8 @@ def run_sum_gradients_max(k: ModuleType, b: Batch, workers: WorkerPool) -> list[
     outs = []
     for first, last in ((0, b.unique), (b.unique // 3, b.unique // 2)):
         out = torch.full((last - first, b.weight.shape[1]), torch.nan)
-        k.sum_gradients_max(b.grad, arg, b.bags, b.start, b.position, first, last, out)
+        located = k.locate_gradients([b.grad], b.bags, Scratch())
+        k.sum_gradients_max(located, arg, b.bags, b.start, b.position, first, last, out)
         outs.append(out)
     return outs
 
@@ -245,7 +246,8 @@ class TestAgainstTorch:
         out, arg = run_pool_max(module, batch, ONE)
         assert torch.equal(out, expected)
         sums = torch.full((batch.unique, dim), torch.nan)
-        module.sum_gradients_max(batch.grad, arg, batch.bags, batch.start, batch.position, 0, batch.unique, sums)
+        located = module.locate_gradients([batch.grad], batch.bags, Scratch())
+        module.sum_gradients_max(located, arg, batch.bags, batch.start, batch.position, 0, batch.unique, sums)
         expected.backward(batch.grad)
         assert weight.grad is not None
         torch.testing.assert_close(sums, weight.grad[batch.slots], rtol=1e-5, atol=1e-5)

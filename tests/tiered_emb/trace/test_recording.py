@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,11 @@ def test_a_batch_for_which_room_was_found_the_second_time_is_recorded_once(
     tried = []
     prepare = TableGroup.prepare
 
-    def refuse_once(group: TableGroup, batch: IdBatch) -> Plan:
+    def refuse_once(group: TableGroup, batch: IdBatch, at: Callable[[str], None]) -> Plan:
         tried.append(batch)
         if len(tried) == 2:  # the second look-up of the first try
             raise TierCapacityError("full of what failed passes hold")
-        return prepare(group, batch)
+        return prepare(group, batch, at)
 
     monkeypatch.setattr(TableGroup, "prepare", refuse_once)
     with collection(tmp_path / "a") as bags:

@@ -1,0 +1,169 @@
+"""What is prepared for one batch of a loop before its forward comes, and what became of it: see `tiered_emb.pipeline`.
+
+A `Part` is what one module will be asked; an `Entry` is all of them for one batch, on its way through the queue.
+Between being handed to the preparing thread and being `done` an entry is that thread's; what both touch then is guarded
+by the road of the part's engine, but for `cancelled`, which is set without a lock and looked at once more afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from tiered_emb.errors import TierCapacityError
+from tiered_emb.lookup import LookupInput, Question
+from tiered_emb.tables import TieredTables
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(slots=True)
+class PrefetchStats:
+    """What prefetching did so far.
+
+    Attributes:
+        batches: given to the loop.
+        prepared: forwards that found their batch prepared, however late.
+        unprepared: forwards that found nothing, and prepared their batch themselves.
+        refused: batches that had no room beside others, and were tried again or prepared by their forward.
+        failed: batches whose preparation met an error, which their forward may have met again.
+        stalls: forwards that had to wait for what was prepared for them.
+        stall_seconds: how long they waited, by what was at work meanwhile: "hbm", "ddr", "store", or "queue" for
+            earlier batches.
+    """
+
+    batches: int = 0
+    prepared: int = 0
+    unprepared: int = 0
+    refused: int = 0
+    failed: int = 0
+    stalls: int = 0
+    stall_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long forwards waited in all."""
+        return sum(self.stall_seconds.values())
+
+
+class Clock:
+    """Where the time of one preparation goes; `at` is called by who prepares, `within` by who waited."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, str]] = []
+
+    def at(self, place: str) -> None:
+        """The time from now on goes to `place`."""
+        self._marks.append((time.perf_counter(), place))
+
+    def within(self, begin: float, end: float) -> dict[str, float]:
+        """How much of the time from `begin` to `end` went where."""
+        seconds: dict[str, float] = {}
+        marks = [(begin, "queue"), *self._marks, (end, "")]
+        for (since, place), (until, _) in pairwise(marks):
+            spent = min(until, end) - max(since, begin)
+            if spent > 0:
+                seconds[place] = seconds.get(place, 0.0) + spent
+        return seconds
+
+
+class Part:
+    """What one module will be asked in the forward of one batch.
+
+    Attributes:
+        questions: once prepared; taken by the forward.
+        error: what preparing met.
+        taken, cancelled: a forward has it; nobody wants it any more.
+        refused: it had no room, or had to make some for another batch.
+    """
+
+    def __init__(self, module: TieredTables, inputs: Sequence[LookupInput]) -> None:
+        self.module = module
+        self.inputs = [one.kept() for one in inputs]
+        self.questions: list[Question] | None = None
+        self.error: BaseException | None = None
+        self.taken = self.cancelled = self.refused = False
+
+    def prepare(self, at: Callable[[str], None]) -> None:
+        """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
+        with self.module.road:
+            if self.questions is None and self.is_wanted:
+                self._prepare(at)
+
+    def _prepare(self, at: Callable[[str], None]) -> None:
+        self.error, self.refused = None, False
+        try:
+            self.questions = self.module.prepare(self.inputs, at)
+        except BaseException as error:  # the forward that comes meets it again, or does not
+            self.error = error.with_traceback(None)  # whose frames would hold plans
+            self.refused = isinstance(error, TierCapacityError)
+        if not self.is_wanted:  # since meanwhile: a finalizer takes no lock
+            self._withdraw()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a forward may still come for it."""
+        return not self.taken and not self.cancelled
+
+    def matches(self, module: TieredTables, inputs: Sequence[LookupInput]) -> bool:
+        """Whether this is for a forward of `module` with these inputs, and still to be had."""
+        return (
+            self.module is module
+            and self.is_wanted
+            and len(self.inputs) == len(inputs)
+            and all(mine.equals(other) for mine, other in zip(self.inputs, inputs, strict=True))
+        )
+
+    def take(self, inputs: Sequence[LookupInput]) -> list[Question] | None:
+        """In the thread of the loop, once prepared: the questions, with the forward's own weights; None = none."""
+        self.taken = True
+        questions, self.questions = self.questions, None
+        for question, one in zip(questions or (), inputs, strict=False):
+            question.weights = one.weights
+        return questions
+
+    def let_go(self, *, for_good: bool) -> None:
+        """Unpin what is prepared, unless a forward has it; `for_good` = it will not be prepared again."""
+        if self.taken:  # without the road, which may be long
+            return
+        with self.module.road:
+            self.cancelled |= for_good
+            self.refused |= self.questions is not None
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        questions, self.questions = self.questions, None
+        for question in questions or ():
+            question.withdraw()
+
+
+class Entry(Generic[Batch]):
+    """One batch on its way through the queue."""
+
+    def __init__(self, batch: Batch, parts: Sequence[Part]) -> None:
+        self.batch = batch
+        self.parts = parts
+        self.clock = Clock()
+        self.done = threading.Event()
+
+    def prepare(self) -> None:
+        """In the preparing thread."""
+        try:
+            for part in self.parts:
+                part.prepare(self.clock.at)
+        finally:
+            self.done.set()
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether a part that is still wanted had no room."""
+        return self.done.is_set() and any(part.refused and part.is_wanted for part in self.parts)
+
+    def let_go(self, *, for_good: bool) -> None:
+        """Unpin what is prepared and no forward has taken."""
+        for part in self.parts:
+            part.let_go(for_good=for_good)
