@@ -11,16 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.store_internals import pages_of
-from storage import LmdbStore, RowIds, RowSchema, StoreConfig
+from storage import LmdbStore, RowIds, StoreConfig
 from tiered_emb import TierConfig, TieredEmbeddingBag, stores
-from tiered_emb.engine import row_schema
-from tiered_emb.optim import RowRule
 from tiered_emb.pipeline import Prefetch
-
-
-def row_schema_of(dim: int, rule: RowRule) -> RowSchema:
-    """What a row of `dim` floats holds under a rule."""
-    return row_schema(dim, rule)
 
 
 def store_sizes(path: Path, budget_bytes: int) -> StoreConfig:

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from benchmarks.disk import written_bytes
-from benchmarks.pipeline_internals import RequestCounts, cold_pages, row_schema_of, store_sizes, wait_for_prepared
+from benchmarks.pipeline_internals import RequestCounts, cold_pages, store_sizes, wait_for_prepared
 from benchmarks.report import Figure
 from benchmarks.sides import LEARNING_RATE
 from benchmarks.workloads import ClickStream, Zipf
 from storage import LmdbStore, RowIds
 from tiered_emb import RowwiseAdagrad, TierConfig, TieredEmbeddingBag
+from tiered_emb.engine import row_schema
 from tiered_emb.pipeline import prefetch
 
 TABLE = "clicks"
@@ -102,7 +103,7 @@ def fill(store: LmdbStore, setting: Setting, law: Zipf) -> None:
 
     Popular rows are left out of the latter: they rest in the tier above, and never leave it.
     """
-    table = store.open_table(TABLE, row_schema_of(setting.dim, RowwiseAdagrad(lr=LEARNING_RATE)))
+    table = store.open_table(TABLE, row_schema(setting.dim, RowwiseAdagrad(lr=LEARNING_RATE)))
     random = np.random.default_rng(0)
     rows = random.normal(0, 0.01, (_BLOCK_ROWS, setting.dim + 1)).astype(np.float32)
     rows[:, -1] = 0
@@ -121,7 +122,7 @@ def fill(store: LmdbStore, setting: Setting, law: Zipf) -> None:
 def begin_compaction(store: LmdbStore, setting: Setting, law: Zipf) -> None:
     """Put rows until compaction is at work: how much superseded space it leaves alone depends on what a commit brings,
     so a store that was filled faster than it is trained on would not be compacted for many steps."""
-    table = store.open_table(TABLE, row_schema_of(setting.dim, RowwiseAdagrad(lr=LEARNING_RATE)))
+    table = store.open_table(TABLE, row_schema(setting.dim, RowwiseAdagrad(lr=LEARNING_RATE)))
     random, begun = np.random.default_rng(2), store.stats().rows_moved
     rows = np.zeros((_PACED_ROWS, table.schema.row_bytes), np.uint8)
     for _ in range(0, int(setting.rows * setting.puts), _PACED_ROWS):

@@ -19,7 +19,9 @@ prepares later batches (:mod:`tiered_emb.pipeline`).
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +55,7 @@ from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
 
 _ENGINES: dict[str | int, Engine] = {}
+_ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()  # those without a place among them
 
 
 class Engine:
@@ -73,6 +76,7 @@ class Engine:
         self.config = config
         self.device = device
         self.road = threading.RLock()
+        _ALIVE.add(self)
         self.cancels: dict[int, Callable[[], None]] = {}
         self._gone: deque[Sequence[str]] = deque()  # tables of modules that were dropped
         self._place = place_of(config)  # as it was at first: links and the working directory may change
@@ -317,6 +321,7 @@ class Engine:
                     self.recorder.flush()
 
     def _flush_rows(self) -> None:
+        self.cancel_ahead()  # the index may grow by what is written, for which tiers have to be lowered
         for group in self.groups.values():
             group.write_back()
         with Uninterrupted():
@@ -430,3 +435,25 @@ def _row_device(config: TierConfig, device: torch.device | None) -> torch.device
     if device is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+_forking = threading.RLock()
+_at_fork: list[Engine] = []  # whose roads are held while the process forks
+
+
+def _before_fork() -> None:
+    """Wait for whoever is on a road: a child would find it held by a thread that is not there."""
+    _forking.acquire()
+    _at_fork[:] = sorted(_ALIVE, key=id)
+    for engine in _at_fork:
+        engine.road.acquire()
+
+
+def _after_fork() -> None:
+    while _at_fork:
+        _at_fork.pop().road.release()
+    _forking.release()
+
+
+# After the stores' own, so that it runs before them: a thread on the road may want a store's lock, never the reverse.
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

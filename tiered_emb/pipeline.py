@@ -28,6 +28,7 @@ thread by a queue, and back by an event.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -93,6 +94,7 @@ class Prefetch(Generic[Batch]):
         self._failure: Exception | None = None  # of the loader, raised once the batches before it were given
         self._queue: SimpleQueue[Entry[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _end, self._queue, self._entries)
         self._finalizer.atexit = False
         for module in modules.values():
@@ -157,7 +159,9 @@ class Prefetch(Generic[Batch]):
     # ---- the forward, by `Ahead`
 
     def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> list[Question] | None:
-        """As `tiered_emb.tables.Ahead.take`."""
+        """As `tiered_emb.tables.Ahead.take`; nothing in a forked child, in which nobody prepares."""
+        if os.getpid() != self._pid:
+            return None
         for entry in self._entries:
             for part in entry.parts:
                 if part.matches(module, inputs):

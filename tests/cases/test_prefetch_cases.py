@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -534,3 +536,42 @@ def test_an_id_out_of_range_is_the_forwards_error_with_padding_too() -> None:
         with pytest.raises(IdRangeError):
             module(next(loop))
         module(next(loop)).sum().backward()
+
+
+def test_a_flush_in_the_loop_keeps_the_budget(tmp_path: Path) -> None:
+    """The index grows by what is written, and tiers are lowered for it, in which nothing pinned may stand."""
+    tiers = TierConfig(0, "6MiB", tmp_path / "s")
+    with TieredEmbedding(None, 16, tiers=tiers, optimizer=SGD(1.0), seed=1) as module:
+        batches = [torch.arange(2000 * step, 2000 * step + 2000) for step in range(60)]
+        loop = prefetch(batches, module, lookahead=4)
+        for step, ids in enumerate(loop):
+            module(ids).sum().backward()
+            if step % 10 == 9:
+                for entry in loop._entries:
+                    assert entry.done.wait(60)
+                module.flush()
+                (tier,) = module.stats().tiers
+                assert tier.bytes <= tier.peak_bytes <= tier.capacity_bytes
+
+
+def test_a_child_forked_while_a_batch_is_prepared_may_read() -> None:
+    store = Gate("get")
+    with make(TierConfig(0, "64KiB", store)) as module:
+        module(ids_of(1, 2)).sum().backward()
+        expected = module.rows(ids_of(1))
+        store.opened.clear()
+        store.reached.clear()
+        loop = prefetch([ids_of(10), ids_of(1, 2), ids_of(11)], module, lookahead=1)
+        next(loop)
+        assert store.reached.wait(60)
+        threading.Timer(0.2, store.opened.set).start()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with suppress(BaseException):
+                signal.alarm(30)
+                read = torch.equal(module.rows(ids_of(1)), expected)
+                code = 0 if read and torch.equal(module(ids_of(1, 2))[:1], expected) else 2
+            os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        loop.close()
