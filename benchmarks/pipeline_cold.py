@@ -17,7 +17,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +108,14 @@ def _read_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def cold_figures(side: Tiered, setting: Setting, law: Law, mix: Mapping[str, float]) -> dict[str, Figure]:
+def cold_figures(
+    side: Tiered, setting: Setting, law: Law, mix: Mapping[str, float], ready: Callable[[], None]
+) -> dict[str, Figure]:
     """Turns of a side that is warmed up, and of fio.
 
     Args:
         mix: what a step has the disk do: `pages` to be read at random, `written` bytes.
+        ready: called before each turn of the side.
     """
     directory = side.store.path
     fio_steps = max(1, round(_LEAST_FIO_S / max(1e-3, mix["pages"] / 80_000)))
@@ -120,6 +123,7 @@ def cold_figures(side: Tiered, setting: Setting, law: Law, mix: Mapping[str, flo
     for number in range(setting.rounds):
         for ours in (True, False) if number % 2 == 0 else (False, True):
             if ours:
+                ready()
                 cold.append(side.run(side.next, setting.steps))
                 stalled.append(side.stalled_s)
             else:
@@ -148,14 +152,21 @@ def _one_law(path: Path, setting: Setting, law: Law, group: Path, cache_bytes: i
     the system read less than that, what it read is what fio is to do.
     """
     with open_store(path, setting) as store:
-        side = Tiered(store, setting, setting.stream(Zipf(setting.rows, law.exponent)))
+        stream = setting.stream(Zipf(setting.rows, law.exponent))
+        side = Tiered(store, setting, stream)
+
+        def ready() -> None:
+            """Batches that were made, and what the process took since, are not to leave the page cache less."""
+            stream.forget(side.next)
+            hold_page_cache(group, cache_bytes)
+
         side.warm_up(setting)
-        hold_page_cache(group, cache_bytes)
+        ready()
         before = _read_bytes()
         side.run(side.next, setting.steps)
         read = (_read_bytes() - before) / setting.steps / _PAGE
         pages = side.counted()["pages"]
-        figures = cold_figures(side, setting, law, {"pages": min(read, pages), "written": side.written_bytes})
+        figures = cold_figures(side, setting, law, {"pages": min(read, pages), "written": side.written_bytes}, ready)
         figures |= {
             "cold_pages_a_step": round(pages),
             "cold_pages_read_a_step": round(read),

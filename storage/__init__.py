@@ -24,7 +24,7 @@ from storage.heap_store import HeapStore
 from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
 from storage.schema import Column, RowSchema, table_number
-from storage.store import RowIds, Store, StoreStats, TableRef
+from storage.store import HintedStore, RowIds, Store, Stored, StoreStats, TableRef
 from storage.verify import Damage, VerifyReport, verify_store
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "CorruptionError",
     "Damage",
     "HeapStore",
+    "HintedStore",
     "LmdbStore",
     "MemoryStore",
     "NotAStoreError",
@@ -54,6 +55,7 @@ __all__ = [
     "StoreMissingError",
     "StoreReadOnlyError",
     "StoreStats",
+    "Stored",
     "TableRef",
     "VerifyReport",
     "describe_store",

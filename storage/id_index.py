@@ -14,7 +14,8 @@ What follows from that:
   its growth. Whoever knows how many ids will come reserves room for them, and trims what was too much.
 - A tag is no proof. Readers prove a row by its checksum, which is keyed by table and id, and fall back on the ids
   stored in the segment; writers always compare the stored id and table, so that no id ever takes another's entry,
-  and in the row log the checksum too before an id gets an entry, so that none gets a second one.
+  and in the row log the checksum too before an id gets an entry, so that none gets a second one. Of an id that is
+  known to be here, a tag that no other entry in reach has is proof enough (`sole_match`).
   With S shards of R rows a missing id meets a false tag with odds of about R / 2^24.
 
 The design speaks of 16-bit tags and 48-bit places. With 16 bits a shard of 64 k rows would have to read one stored id
@@ -81,6 +82,30 @@ def first_match(shards: Any, shift: Any, hash: Any) -> Any:
             if entry >> PLACE_BITS == tag:
                 place = entry & PLACE_MASK
                 break
+            at += _1
+            if at == capacity:
+                at = _0
+            entry = load64(base + at * _8)
+    return place
+
+
+@njit(inline="always")
+def sole_match(shards: Any, shift: Any, hash: Any) -> Any:
+    """As `first_match`, and 0 too if the tags of several places fit. Of an id that is known to be here it is the place,
+    without a look at the ids stored there."""
+    shard = hash >> shift
+    capacity = np.uint64(shards[shard, CAPACITY])
+    place = _0
+    if capacity > _0:
+        base = np.uint64(shards[shard, ADDRESS])
+        tag = tag_of(hash)
+        at = (tag * capacity) >> TAG_BITS
+        entry = load64(base + at * _8)
+        while entry != _0:
+            if entry >> PLACE_BITS == tag:
+                if place != _0:
+                    return _0
+                place = entry & PLACE_MASK
             at += _1
             if at == capacity:
                 at = _0
@@ -227,6 +252,8 @@ class IdIndex:
         self._array_bytes = np.zeros(shards, np.int64)  # held by each shard's entries
         self._grown_bytes = np.array([_array_bytes(_capacity(level + 1)) for level in self._level.tolist()])
         self._jump_bytes = self._grown_bytes.copy()  # what a shard's next growth costs
+        self._needed = np.zeros(shards, np.int64)  # inserts until each shard grows, when last asked
+        self._dearest = np.zeros(shards, np.int64), np.zeros(shards, np.int64)  # sums of those and of `_jump_bytes`
 
     @property
     def rows(self) -> int:
@@ -236,7 +263,7 @@ class IdIndex:
     @property
     def memory_bytes(self) -> int:
         """Host memory held."""
-        of_shards = (self._level, self._array_bytes, self._grown_bytes, self._jump_bytes)
+        of_shards = (self._level, self._array_bytes, self._grown_bytes, self._jump_bytes, self._needed, *self._dearest)
         fixed = self.table.nbytes + sum(array.nbytes for array in of_shards) + 8 * len(self._entries)
         return int(self._array_bytes.sum()) + fixed
 
@@ -337,11 +364,13 @@ class IdIndex:
         if inserts <= 0:
             return 0
         needed = self.table[:, LIMIT] - self.table[:, USED] + 1
-        if int(needed.sum()) <= inserts:  # every shard may be pushed over
-            return int(self._jump_bytes.sum()) + int(self._grown_bytes.max())
-        order = np.argsort(-self._jump_bytes / needed)
-        pushed = int(np.searchsorted(np.cumsum(needed[order]), inserts, side="left")) + 1
-        return int(self._jump_bytes[order[:pushed]].sum()) + int(self._grown_bytes.max())
+        if not np.array_equal(needed, self._needed):
+            order = np.argsort(-self._jump_bytes / needed)  # the dearest growth for an insert first
+            self._needed = needed
+            self._dearest = np.cumsum(needed[order]), np.cumsum(self._jump_bytes[order])
+        inserted, jumped = self._dearest
+        pushed = min(int(np.searchsorted(inserted, inserts, side="left")), len(inserted) - 1)  # perhaps all of them
+        return int(jumped[pushed]) + int(self._grown_bytes.max())
 
 
 def _array_bytes(capacity: int) -> int:

@@ -49,6 +49,7 @@ from storage.interrupts import Uninterrupted
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.places import NUMBER
+from storage.row_log.read_ahead import ReadAhead
 from storage.row_log.read_threads import usable_threads
 from storage.row_log.session import Session
 from storage.row_log.write_buffer import WriteBuffer
@@ -107,9 +108,10 @@ class LmdbStore:
         self.durability = durability
         self.read_only = read_only
         to_state = durability == "snapshot"
-        self._rows_read = self._rows_written = self._bytes_read = 0
+        self._rows_read = self._rows_written = self._bytes_read = self._deletions = 0
         self.config = config or StoreConfig()
         self._session = Session(self.path, self.config, to_state=to_state, read_only=read_only)
+        self._read_ahead = ReadAhead(self._session.lock, partial(_ask, self._session))  # not of this: it would never go
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -181,7 +183,8 @@ class LmdbStore:
             group = self._group(rows.group)
             check_batch(rows, out, group.row_bytes, written=True)
             check_found(rows, found)
-            group.get(rows, out, found, self.config.read_threads or usable_threads())
+            with self._read_ahead.giving_way(rows):
+                group.get(rows, out, found, self.config.read_threads or usable_threads())
             hits = int(found.sum())
             with self._session.lock:
                 self._rows_read += hits
@@ -193,14 +196,19 @@ class LmdbStore:
             group = self._group(rows.group)
             check_batch(rows, data, group.row_bytes)
             writer.committer.put_bytes += len(rows) * group.row_bytes  # before any of them is committed
-            group.append(rows, data, partial(self._buffer, writer))
+            stored = rows.stored
+            known = stored.rows if stored is not None and stored.deletions == self._deletions else None
+            group.append(rows, data, partial(self._buffer, writer), known)
             self._rows_written += len(rows)
 
     def delete(self, rows: RowIds) -> None:
         """See `Store.delete`."""
         with self._session.changing() as writer:
             group = self._group(rows.group)
-            group.bury(rows, partial(self._buffer, writer))
+            try:
+                group.bury(rows, partial(self._buffer, writer))
+            finally:
+                self._deletions += 1  # afterwards: who has asked before may have been given any of the rows
 
     def _buffer(self, writer: Writer, group: GroupRows) -> WriteBuffer:
         """As `Writer.open_buffer`, for rows that change right after: scans that go on must not go on after that."""
@@ -257,6 +265,22 @@ class LmdbStore:
         with self._session.changing() as writer, self._session.lock:
             writer.compact(progress or (lambda done, total: None), self._session.end_scans)
 
+    # ---- hints
+
+    @property
+    def deletions(self) -> int:
+        """See `HintedStore.deletions`."""
+        return self._deletions
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """See `HintedStore.waits_for_disk`."""
+        return any(group.waits_for_disk for group in self._session.groups)
+
+    def will_need(self, rows: RowIds) -> None:
+        """See `HintedStore.will_need`; a thread of the store asks for their pages, batch after batch."""
+        self._read_ahead.announce(rows)
+
     # ---- what it is
 
     @property
@@ -305,10 +329,7 @@ class LmdbStore:
     # ---- checks
 
     def _group(self, group: int) -> GroupRows:
-        groups = self._session.groups
-        if not 0 <= group < len(groups):
-            raise StoreConfigError(f"group {group}: {self.path} has {len(groups)} groups; open a table first")
-        return groups[group]
+        return _group(self._session, group)
 
     @contextmanager
     def _not_overtaken(self) -> Iterator[None]:
@@ -325,3 +346,15 @@ class LmdbStore:
                 f"{self.path} is no longer what it was when this process was forked: "
                 "close it here and open it with read_only=True to follow the writer"
             ) from damage
+
+
+def _group(session: Session, number: int) -> GroupRows:
+    if not 0 <= number < len(session.groups):
+        raise StoreConfigError(f"group {number}: {session.path} has {len(session.groups)} groups; open a table first")
+    return session.groups[number]
+
+
+def _ask(session: Session, rows: RowIds) -> None:
+    """Have the disk begin to read rows that are announced."""
+    with session.reading():
+        _group(session, rows.group).announce(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,22 @@ class TableRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Which rows of a batch are known to be in the store, because it gave them or has taken them before.
+
+    Of such a row a `HintedStore` need not read from the disk who it is that a put replaces.
+
+    Attributes:
+        rows: bool (N,).
+        deletions: `HintedStore.deletions` before the first of these rows was got or put. A store that has deleted rows
+            since then takes no notice.
+    """
+
+    rows: Mask
+    deletions: int
+
+
+@dataclass(frozen=True, slots=True)
 class RowIds:
     """The ids of N rows of one group.
 
@@ -44,6 +60,7 @@ class RowIds:
         group: the group, as in `TableRef.group`.
         tables: uint32 (N,), table numbers.
         ids: int64 (N,), any values; none is special.
+        stored: what is known of them, for a put.
 
     Raises:
         ValueError: dtypes or shapes differ from the above.
@@ -52,8 +69,11 @@ class RowIds:
     group: int
     tables: Tables
     ids: Ids
+    stored: Stored | None = None
 
     def __post_init__(self) -> None:
+        if self.stored is not None:
+            check_found(self, self.stored.rows)
         if self.tables.dtype != np.uint32 or self.ids.dtype != np.int64:
             raise ValueError(f"row ids of dtypes {self.tables.dtype} and {self.ids.dtype}: expected uint32 and int64")
         if self.ids.ndim != 1 or self.tables.shape != self.ids.shape:
@@ -191,6 +211,24 @@ class Store(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class HintedStore(Protocol):
+    """What a Store may offer beside its verbs to who reads rows, keeps them and puts them back. Nothing here changes
+    which rows it has."""
+
+    @property
+    def deletions(self) -> int:
+        """Changes with every delete: see `Stored`."""
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether rows that were got or announced lately were not in memory, so that announcing more is of use."""
+
+    def will_need(self, rows: RowIds) -> None:
+        """Announce rows that will be got soon: the store begins to read them. Returns at once; says nothing of rows
+        that are missing or damaged."""
 
 
 def check_batch(rows: RowIds, data: RowBytes, row_bytes: int, *, written: bool = False) -> None:

@@ -22,7 +22,7 @@ from tiered_emb.cache import room
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import listed
-from tiered_emb.moves import MOVE_BYTES
+from tiered_emb.moves import move_bytes
 from tiered_emb.plan import IdBatch
 from tiered_emb.shares import Shares
 from tiered_emb.tier import Tier
@@ -122,7 +122,9 @@ class HostBudget:
         not do."""
         fixed = self.charged_bytes() + other_bytes
         part = int((self.limit_bytes - fixed - self.limit_bytes // 32) * share)
-        moving = min(MOVE_BYTES, part // 9) + schema.row_bytes  # the group's buffer: at most an eighth of the tier
+        moving = (
+            min(move_bytes(part), part // 9) + schema.row_bytes
+        )  # the group's buffer: at most an eighth of the tier
         rows = self._kind.capacity_for(max(0, part - moving), schema.row_bytes)
         if rows < self._shares.least_rows(schema):
             raise self._none_fits(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from storage.heap_store import HeapStore
 from storage.interrupts import Uninterrupted
 from storage.schema import RowSchema
-from storage.store import RowIds, Store
+from storage.store import HintedStore, Mask, RowIds, Store, Stored
 from tiered_emb.init import Initializer
 from tiered_emb.plan import Ids, Rows, TableNumbers
 
@@ -56,30 +56,55 @@ class ColdRows:
         self.tables: dict[int, Table] = {}
         self.unwritten = self.initialised = self.lately = 0
         self._store = store
+        self._hinted = store if isinstance(store, HintedStore) else None
+        self._deletions = 0 if self._hinted is None else self._hinted.deletions
         self._group = group
         self._dim = schema.columns[0].width
         self._kept = HeapStore()
         self._kept_group = self._kept.open_table("unwritten", schema).group
 
-    def read(self, tables: TableNumbers, ids: Ids, out: Rows) -> None:
-        """Fill ``out`` (N, D + K). Raises what the Store raises; ``out`` is then undefined."""
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether it is of use to announce what will be read."""
+        return self._hinted is not None and self._hinted.waits_for_disk
+
+    def announce(self, tables: TableNumbers, ids: Ids) -> None:
+        """Have the Store begin to read rows (N,)."""
+        if self._hinted is not None and len(ids):
+            self._hinted.will_need(RowIds(self._group, tables, ids))
+
+    def rows_were_deleted(self) -> bool:
+        """Whether others have deleted rows in the Store since the last time of asking: what is known to be there is
+        not known any more."""
+        if self._hinted is None or self._deletions == self._hinted.deletions:
+            return False
+        self._deletions = self._hinted.deletions
+        return True
+
+    def read(self, tables: TableNumbers, ids: Ids, out: Rows) -> Mask:
+        """Fill ``out`` (N, D + K); which of the rows the Store has. Raises what the Store raises; ``out`` is then
+        undefined."""
         data, found = out.view(np.uint8), np.zeros(len(ids), np.bool_)
         self._store.get(RowIds(self._group, tables, ids), data, found)
+        stored = found
         if self.unwritten:
             kept = np.zeros(len(ids), np.bool_)
             self._kept.get(RowIds(self._kept_group, tables, ids), data, kept)
-            found |= kept
+            found = found | kept
         new = np.flatnonzero(~found)
         self.lately = len(new)
         self.initialised += len(new)
         if len(new):
             self._initialise(new, tables, ids, out)
+        return stored
 
-    def write(self, tables: TableNumbers, ids: Ids, rows: Rows) -> Exception | None:
-        """Store ``rows`` (N, D + K); if the Store cannot take them, keep them and return its error."""
+    def write(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: Mask) -> Exception | None:
+        """Store ``rows`` (N, D + K), some of which are known to be ``stored`` (N,); if the Store cannot take them, keep
+        them and return its error."""
         with Uninterrupted():
             try:
-                self._store.put(RowIds(self._group, tables, ids), rows.view(np.uint8))
+                known = Stored(stored, self._deletions)
+                self._store.put(RowIds(self._group, tables, ids, known), rows.view(np.uint8))
             except Exception as error:  # a Store of the user's may raise anything; the rows have no other place
                 self._kept.put(RowIds(self._kept_group, tables, ids), rows.view(np.uint8))
                 self._count_unwritten()

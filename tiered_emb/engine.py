@@ -44,7 +44,7 @@ from tiered_emb.config import TableConfig, TierConfig
 from tiered_emb.errors import ConfigError, TierCapacityError
 from tiered_emb.group import TableGroup
 from tiered_emb.metrics import EngineStats, TierStats
-from tiered_emb.moves import MOVE_BYTES
+from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
@@ -259,9 +259,7 @@ class Engine:
             return 0
         rows = {schema: self._shares.hbm_rows(schema) for schema in self._shares.schemas if schema not in self.groups}
         return sum(
-            self._shares.kinds["hbm"].bytes_for(count)
-            + schema.row_bytes
-            + min(MOVE_BYTES, count * schema.row_bytes // 8)
+            self._shares.kinds["hbm"].bytes_for(count) + schema.row_bytes + move_bytes(count * schema.row_bytes)
             for schema, count in rows.items()
         )
 
@@ -455,5 +453,12 @@ def _after_fork() -> None:
     _forking.release()
 
 
+def _after_fork_in_child() -> None:
+    for engine in _at_fork:
+        for group in engine.groups.values():
+            group.deduping = threading.Lock()  # whoever held it is not here
+    _after_fork()
+
+
 # After the stores' own, so that it runs before them: a thread on the road may want a store's lock, never the reverse.
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -32,6 +32,7 @@ Shapes: N ids, U unique ids, M missing rows, V victims, D dimension, K state wid
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gradients
 from tiered_emb.kernels import batch as batch_kernels
+from tiered_emb.kernels.batch import Parted
 from tiered_emb.moves import Moves
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import (
@@ -84,6 +86,7 @@ class TableGroup:
         tiers: top first; one or two.
         cold: the rows that no tier holds.
         moves: what rows move through.
+        deduping: held by whoever dedupes.
         top_bytes: budget of the top tier, by name, in which this group has so many slots; for messages.
         make_room: asked before each plan with (missing rows, unique rows, those of them that floors keep); shrinks
             tiers so that what the batch stages and what the Store may grow by stays within the budget. Returns whether
@@ -99,9 +102,11 @@ class TableGroup:
         self.top_bytes: Callable[[int], int] = lambda rows: rows * schema.row_bytes
         self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
         self._workers = workers
+        self.deduping = threading.Lock()
         self._deduper = batch_kernels.Deduper()
         self._update_deduper = batch_kernels.Deduper()  # of the thread that trains, as is the scratch
         self._scratch = Scratch()  # of a batch's positions
+        self._parts = Scratch()  # of the planner's
         self._plans = self._forwards = 0
         self._unpinned: deque[Unpinned] = deque()
         self._spare: list[BatchArrays] = []
@@ -137,10 +142,14 @@ class TableGroup:
                 self._drop_clean(tier, table.number)
 
     def dedupe(self, ids: Ids, segments: NDArray[np.int64], tables: TableNumbers, bags: Bags) -> IdBatch:
-        """The unique ids of a forward. Segment f, ``ids[segments[f]:segments[f + 1]]``, belongs to ``tables[f]``."""
-        n, mine = len(ids), self._take_arrays(len(ids))
-        unique = batch_kernels.UniqueIds(mine.ids, mine.tables, mine.counts, mine.inverse)
-        count = self._deduper.dedupe(ids, segments, tables, unique)
+        """The unique ids of a forward. Segment f, ``ids[segments[f]:segments[f + 1]]``, belongs to ``tables[f]``.
+
+        Any thread may ask, with or without the road.
+        """
+        with self.deduping:
+            n, mine = len(ids), self._take_arrays(len(ids))
+            unique = batch_kernels.UniqueIds(mine.ids, mine.tables, mine.counts, mine.inverse)
+            count = self._deduper.dedupe(ids, segments, tables, unique)
         inverse = torch.from_numpy(mine.inverse[:n])
         return IdBatch(mine.tables[:count], mine.ids[:count], mine.counts[:count], inverse, bags, mine)
 
@@ -161,14 +170,14 @@ class TableGroup:
         self.release_dropped()
         if self.top.directory.owners is not None:  # what no tier of any size would do for is refused before any shrinks
             self.check_room([batch])
-        slots, missing = self._find(batch)
+        slots, parts = self._find(batch)
         top = self.top
-        top.directory.pin(slots if len(missing) == 0 else slots[slots >= 0])
-        if len(missing) and (short := room.shortage(top.directory, batch.tables[missing])):
-            top.directory.unpin(slots[slots >= 0])
+        top.directory.pin(parts.hits)
+        if len(parts.ids) and (short := room.shortage(top.directory, parts.tables)):
+            top.directory.unpin(parts.hits)
             raise self._too_small(len(batch.ids), short)
-        self.moves.row_buffer(len(missing))  # no memory for it: better now than with the slots promised
-        plan = self._admit(batch, slots, missing)
+        self.moves.row_buffer(len(parts.ids))  # no memory for it: better now than with the slots promised
+        plan = self._admit(batch, slots, parts)
         plan.pin = Pin(plan.slots, self._unpinned)
         return plan
 
@@ -179,7 +188,8 @@ class TableGroup:
             self.lower.read(plan.lower_from, rows[:from_lower])
         outside = plan.missing[from_lower:]
         if len(outside):
-            self.cold.read(plan.batch.tables[outside], plan.batch.ids[outside], rows[from_lower:])
+            stored = self.cold.read(plan.batch.tables[outside], plan.batch.ids[outside], rows[from_lower:])
+            self.top.stored[plan.slots[outside]] = stored
         return rows
 
     def commit(self, plan: Plan, rows: Rows, at: Callable[[str], None] = unseen) -> None:
@@ -234,7 +244,7 @@ class TableGroup:
             at: is told which tier, or "store", the time from now on goes to.
         """
         at("store" if self.cold.unwritten else self.top.name)
-        self.cold.retry()
+        self._retry()
         at(self.top.name)
         plan = self.plan(batch)
         at("store" if len(plan.missing) > len(plan.lower_from) else self.tiers[-1].name)
@@ -249,6 +259,25 @@ class TableGroup:
             self.release(plan)
             raise
         return plan
+
+    def _retry(self) -> None:
+        """Hand over what the Store refused; forget what it is known to have if others have deleted rows there."""
+        self.cold.retry()
+        if self.cold.rows_were_deleted():
+            for tier in self.tiers:
+                tier.stored[:] = False
+
+    def announce(self, batch: IdBatch) -> None:
+        """Have the Store begin to read what a later batch will miss, if that saves time."""
+        if not self.cold.waits_for_disk:
+            return
+        tables, ids = batch.tables, batch.ids
+        for tier in self.tiers:
+            slots = np.empty(len(ids), np.int32)  # those of the batch may wait to be unpinned
+            tier.directory.find(tables, ids, slots)
+            absent = slots < 0
+            tables, ids = tables[absent], ids[absent]
+        self.cold.announce(tables, ids)
 
     def _drop_clean(self, tier: Tier, table: int) -> None:
         """Forget a table's rows that are no different below: in the Store, or never updated and computed anew."""
@@ -304,7 +333,7 @@ class TableGroup:
 
     def write_back(self) -> None:
         """Hand every changed row to the Store; the rows stay where they are. Raises what the Store raises."""
-        self.cold.retry()
+        self._retry()
         for tier in self.tiers:
             first = 0
             while first < tier.capacity_rows:  # which falls when the Store's index grows at the tier's cost
@@ -323,9 +352,9 @@ class TableGroup:
         directory, slots = tier.directory, slots[slots < tier.capacity_rows]
         slots = slots[tier.dirty[slots]]  # others may have the rows of a lowered tier that floors keep
         rows = self.moves.copied(tier, slots)
-        if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows):
+        if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows, tier.stored[slots]):
             raise error
-        tier.dirty[slots] = False
+        tier.dirty[slots], tier.stored[slots] = False, True
 
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
         """Lower a tier's capacity; rows without room leave for the Store, those that floors keep excepted. Raises what
@@ -342,29 +371,27 @@ class TableGroup:
         if error is not None:
             raise error
 
-    def _find(self, batch: IdBatch) -> tuple[Slots, Slots]:
-        """Slots (U,) in the top tier, -1 = absent, and the absent ones' positions, once there is room for the batch."""
+    def _find(self, batch: IdBatch) -> tuple[Slots, Parted]:
+        """Slots (U,) in the top tier, -1 = absent, and the rows that it holds and lacks, once there is room for all."""
         slots = batch.arrays.slots[: len(batch.ids)]
         while True:
             found = self.top.directory.find(batch.tables, batch.ids, slots)
-            missing = np.flatnonzero(slots < 0).astype(np.int32) if found < len(slots) else np.empty(0, np.int32)
-            if not self.make_room(len(missing), len(slots), room.floors_in(self.top.directory, batch.tables)):
-                self.moves.most_missing = max(self.moves.most_missing, len(missing))
-                return slots, missing
+            missing = len(slots) - found
+            if not self.make_room(missing, len(slots), room.floors_in(self.top.directory, batch.tables)):
+                self.moves.most_missing = max(self.moves.most_missing, missing)
+                return slots, batch_kernels.parted(slots, batch.tables, batch.ids, batch.counts, found, self._parts)
 
-    def _admit(self, batch: IdBatch, slots: Slots, missing: Slots) -> Plan:
-        top = self.top
+    def _admit(self, batch: IdBatch, slots: Slots, parts: Parted) -> Plan:
+        top, missing = self.top, parts.missing
         self._plans += 1
         top.counters.add("hits", batch.tables)
+        top.directory.touch(parts.hits, parts.hit_counts)
         if len(missing) == 0:
-            top.directory.touch(slots, batch.counts)
             return Plan(self._plans, batch, slots, missing, missing)
-        hits = slots >= 0
-        top.directory.touch(slots[hits], batch.counts[hits])
-        top.counters.add("hits", batch.tables[missing], -1)
-        top.counters.add("misses", batch.tables[missing])
+        top.counters.add("hits", parts.tables, -1)
+        top.counters.add("misses", parts.tables)
         fresh = np.empty(len(missing), np.int32)
-        victims = top.admit(batch.tables[missing], batch.ids[missing], batch.counts[missing], fresh)
+        victims = top.admit(parts.tables, parts.ids, parts.counts, fresh)
         slots[missing] = fresh
         top.directory.pin(fresh)
         plan = Plan(self._plans, batch, slots, missing, missing[:0], victims)
@@ -382,7 +409,8 @@ class TableGroup:
         lower.counters.add("misses", batch.tables[missing[~here]])
         plan.missing = np.concatenate([missing[here], missing[~here]])
         plan.lower_from = at[here]
-        self.top.dirty[plan.slots[missing[here]]] = lower.dirty[plan.lower_from]
+        up = plan.slots[missing[here]]
+        self.top.dirty[up], self.top.stored[up] = lower.dirty[plan.lower_from], lower.stored[plan.lower_from]
         lower.remove(plan.lower_from)
         self._admit_victims(plan, lower)
 
@@ -394,7 +422,7 @@ class TableGroup:
             to, counts = np.empty(len(here), np.int32), np.ones(len(here), np.int32)
             plan.lower_victims = lower.admit(victims.tables[here], victims.ids[here], counts, to)
             victims.lower_slots[here] = to
-            lower.dirty[to] = victims.dirty[here]
+            lower.dirty[to], lower.stored[to] = victims.dirty[here], victims.stored[here]
 
     def _too_small(self, unique: int, short: Shortage) -> TierCapacityError:
         top = self.top

@@ -73,7 +73,9 @@ class RowCounters:
 
     def add(self, kind: str, tables: NDArray[np.uint32], sign: int = 1) -> None:
         """Count one row for each table number in ``tables``."""
-        if len(tables):
+        if len(self.numbers) == 1:
+            self.counts[COUNTS.index(kind), 0] += sign * len(tables)
+        elif len(tables):
             _count(tables, self.numbers, sign, self.counts[COUNTS.index(kind)])
 
     def total(self, kind: str) -> int:

@@ -19,8 +19,16 @@ from tiered_emb.plan import Rows, Slots, Victims
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 
-MOVE_BYTES = 1 << 18  # rows move between tiers through a buffer of about this size
+_MOVE_BYTES, _MOST_MOVE_BYTES = 1 << 18, 1 << 20  # of the buffer that rows move through: for any tier, for a large one
 _VICTIM_BYTES = 32  # a Directory's arrays of victims, which grow by doubling: 16 bytes each
+
+
+def move_bytes(tier_bytes: int) -> int:
+    """Size of the buffer that rows move through, for a top tier of so many bytes: at most an eighth of it.
+
+    Each move to the Store costs a call of the Store, and much of the buffer's time; a large tier has room for fewer.
+    """
+    return max(min(_MOVE_BYTES, tier_bytes // 8), min(_MOST_MOVE_BYTES, tier_bytes // 128))
 
 
 class Moves:
@@ -49,7 +57,7 @@ class Moves:
 
     @property
     def _move_rows(self) -> int:
-        return max(1, min(MOVE_BYTES // self._row_bytes, self._tiers[0].capacity_rows // 8))
+        return max(1, move_bytes(self._tiers[0].capacity_rows * self._row_bytes) // self._row_bytes)
 
     def row_buffer(self, rows: int) -> Rows:
         """Where the missing rows of a batch come together; the same memory until a larger batch is planned."""
@@ -76,7 +84,7 @@ class Moves:
         for part in self.chunks(which):
             rows = self.copied(tier, victims.slots[part])
             tier.counters.add("write_backs", victims.tables[part])
-            error = self._cold.write(victims.tables[part], victims.ids[part], rows) or error
+            error = self._cold.write(victims.tables[part], victims.ids[part], rows, victims.stored[part]) or error
         return error
 
     def down(self, tier: Tier, lower: Tier, victims: Victims) -> None:
@@ -94,5 +102,5 @@ class Moves:
             gone = tier.admit(part.tables, part.ids, counts, to)
             error = self.to_store(tier, gone, np.flatnonzero(gone.dirty)) or error
             tier.write(to, self.copied(tier, part.slots))
-            tier.dirty[to] = part.dirty
+            tier.dirty[to], tier.stored[to] = part.dirty, part.stored
         return error

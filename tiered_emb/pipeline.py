@@ -34,7 +34,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self
@@ -53,10 +52,20 @@ MOST_AHEAD = 64
 
 
 def _serve(queue: SimpleQueue[Entry[Any] | None]) -> None:
-    """Body of the preparing thread; holds the queue only, so that a dropped iterator goes away."""
-    while (entry := queue.get()) is not None:
+    """Body of the preparing thread; holds the queue only, so that a dropped iterator goes away.
+
+    While a batch is prepared the disk may begin to read for the next one.
+    """
+    here = deque([queue.get()])  # the one that is due, and the one after it
+    while (entry := here.popleft()) is not None:
+        if not queue.empty():
+            here.append(queue.get())
+            if here[0] is not None:
+                here[0].announce()
         entry.prepare()
         del entry
+        if not here:
+            here.append(queue.get())
 
 
 def _end(queue: SimpleQueue[Entry[Any] | None], entries: deque[Entry[Any]]) -> None:
@@ -151,9 +160,11 @@ class Prefetch(Generic[Batch]):
             return []
         parts = []
         for module, arguments in _arguments(batch if self._ids is None else self._ids(batch), self._modules):
-            with suppress(InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
+            try:
                 if module.training:
                     parts.append(Part(module, module.lookup_inputs(*arguments)))
+            except (InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
+                self.stats.failed += 1
         return parts
 
     # ---- the forward, by `Ahead`

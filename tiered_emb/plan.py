@@ -171,6 +171,7 @@ class Victims:
         tables: (V,) uint32.
         ids: (V,) int64.
         dirty: (V,) bool: differs from the Store's row.
+        stored: (V,) bool: the Store has it, in whatever version.
         lower_slots: (V,) int32 where they go in the tier below; -1 = past it, to the Store.
     """
 
@@ -178,23 +179,26 @@ class Victims:
     tables: TableNumbers
     ids: Ids
     dirty: NDArray[np.bool_]
+    stored: NDArray[np.bool_]
     lower_slots: Slots
 
     @classmethod
-    def past(cls, slots: Slots, tables: TableNumbers, ids: Ids, dirty: NDArray[np.bool_]) -> Victims:
+    def past(
+        cls, slots: Slots, tables: TableNumbers, ids: Ids, dirty: NDArray[np.bool_], stored: NDArray[np.bool_]
+    ) -> Victims:
         """Rows that have no tier below to go to, so far."""
-        return cls(slots, tables, ids, dirty, np.full(len(slots), -1, np.int32))
+        return cls(slots, tables, ids, dirty, stored, np.full(len(slots), -1, np.int32))
 
     def part(self, which: NDArray[np.bool_] | slice) -> Victims:
         """Some of them."""
-        return Victims(
-            self.slots[which], self.tables[which], self.ids[which], self.dirty[which], self.lower_slots[which]
-        )
+        slots, tables, ids = self.slots[which], self.tables[which], self.ids[which]
+        return Victims(slots, tables, ids, self.dirty[which], self.stored[which], self.lower_slots[which])
 
     @classmethod
     def none(cls) -> Victims:
         """No row leaves."""
-        return cls.past(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, np.bool_))
+        none = np.empty(0, np.bool_)
+        return cls.past(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.int64), none, none)
 
 
 class Pin:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -74,6 +75,8 @@ class Clock:
 class Part:
     """What one module will be asked in the forward of one batch.
 
+    Its ids are deduplicated in the thread of the loop, which has less to do than the preparing one.
+
     Attributes:
         questions: once prepared; taken by the forward.
         error: what preparing met.
@@ -85,8 +88,15 @@ class Part:
         self.module = module
         self.inputs = [one.kept() for one in inputs]
         self.questions: list[Question] | None = None
+        self._asked = [one.ask() for one in self.inputs]
         self.error: BaseException | None = None
         self.taken = self.cancelled = self.refused = False
+
+    def announce(self) -> None:
+        """In the preparing thread, while an earlier batch is due: have the store begin to read."""
+        if self.questions is None and self.is_wanted:
+            with suppress(Exception):  # which preparing meets too, or does not
+                self.module.announce(self._asked)
 
     def prepare(self, at: Callable[[str], None]) -> None:
         """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
@@ -97,7 +107,8 @@ class Part:
     def _prepare(self, at: Callable[[str], None]) -> None:
         self.error, self.refused = None, False
         try:
-            self.questions = self.module.prepare(self.inputs, at)
+            self.module.prepare(self._asked, at)
+            self.questions = self._asked
         except BaseException as error:  # the forward that comes meets it again, or does not
             self.error = error.with_traceback(None)  # whose frames would hold plans
             self.refused = isinstance(error, TierCapacityError)
@@ -121,7 +132,7 @@ class Part:
     def take(self, inputs: Sequence[LookupInput]) -> list[Question] | None:
         """In the thread of the loop, once prepared: the questions, with the forward's own weights; None = none."""
         self.taken = True
-        questions, self.questions = self.questions, None
+        questions, self.questions, self._asked = self.questions, None, []
         for question, one in zip(questions or (), inputs, strict=False):
             question.weights = one.weights
         return questions
@@ -149,6 +160,11 @@ class Entry(Generic[Batch]):
         self.parts = parts
         self.clock = Clock()
         self.done = threading.Event()
+
+    def announce(self) -> None:
+        """In the preparing thread: that it comes after the one that is prepared now."""
+        for part in self.parts:
+            part.announce()
 
     def prepare(self) -> None:
         """In the preparing thread."""

@@ -230,25 +230,29 @@ class TieredTables(nn.Module):
             for question in questions:
                 question.plan = question.lookup.group.prepare(question.batch, at)
 
-    def prepare(self, inputs: Sequence[LookupInput], at: Callable[[str], None]) -> list[Question]:
+    def prepare(self, questions: Sequence[Question], at: Callable[[str], None]) -> None:
         """Bring in the rows that a later forward will ask for, and pin them.
 
         Args:
-            inputs: the forward's, as ``lookup_inputs`` gives them.
+            questions: the forward's, each asked of its ``lookup_inputs``.
             at: as ``TableGroup.prepare``.
 
         Raises:
             What the forward would; nothing stays pinned then.
         """
         with self._engine.road:
-            questions = [one.ask() for one in inputs]
             try:
                 self._plan(questions, at)
             except BaseException:
                 for question in questions:
                     question.withdraw()
                 raise
-            return questions
+
+    def announce(self, questions: Sequence[Question]) -> None:
+        """Have the store begin to read what a later forward will miss, where that saves time."""
+        with self._engine.road:
+            for question in questions:
+                question.lookup.group.announce(question.batch)
 
     def prepare_ahead(self, ahead: Ahead | None) -> None:
         """Ask ``ahead`` for what each forward needs before preparing it; None = nobody."""

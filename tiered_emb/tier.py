@@ -81,8 +81,8 @@ class Bookkeeping:
     admission: str = "always"
 
     def bytes_for(self, rows: int) -> int:
-        """Most bytes for so many slots, dirty bits included, victims' arrays left out."""
-        return Directory.bytes_for(rows, self.policy, self.shares) + admission_bytes(self.admission, rows) + rows
+        """Most bytes for so many slots, `Tier.dirty` and `Tier.stored` included, victims' arrays left out."""
+        return Directory.bytes_for(rows, self.policy, self.shares) + admission_bytes(self.admission, rows) + 2 * rows
 
     def capacity_for(self, budget_bytes: int, row_bytes: int) -> int:
         """Most slots, 0 included, that fit in a budget with their rows."""
@@ -98,6 +98,7 @@ class Tier:
         admission: which of the rows that come down from a tier above may come in.
         slab: the rows.
         dirty: (S,) bool, rows that differ from the Store's.
+        stored: (S,) bool, rows of which the Store is known to have a version.
         counters: rows that hit, missed, left and were written back, by table.
     """
 
@@ -109,6 +110,7 @@ class Tier:
         self.slab = slab
         self.kernels = kernels.for_device(slab.device)
         self.dirty: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
+        self.stored: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
         self.counters = RowCounters()
 
     @property
@@ -147,17 +149,20 @@ class Tier:
             self.kernels.write_rows(slab.weight, slab.state, self.on_device(slots), self.on_device(rows))
 
     def admit(self, tables: TableNumbers, ids: Ids, counts: NDArray[np.int32], slots: Slots) -> Victims:
-        """Give each absent row (N,) a slot, written to ``slots`` (N,), clean; the rows that leave for it.
+        """Give each absent row (N,) a slot, written to ``slots`` (N,), clean and not known to be stored; the rows that
+        leave for it.
 
         Requires: the Directory has room for them.
         """
         admission = self.directory.admit(tables, ids, counts, slots)
         gone = admission.victim_slots.copy()  # the Directory's own arrays last until its next admission
-        victims = Victims.past(gone, admission.victim_tables.copy(), admission.victim_ids.copy(), self.dirty[gone])
+        tables_gone, ids_gone = admission.victim_tables.copy(), admission.victim_ids.copy()
+        victims = Victims.past(gone, tables_gone, ids_gone, self.dirty[gone], self.stored[gone])
         self.counters.add("evictions", victims.tables)
         self.counters.add("rows", tables)
         self.counters.add("rows", victims.tables, -1)
         self.dirty[gone] = self.dirty[slots] = False  # a row at its quota leaves its slot free
+        self.stored[slots] = False
         return victims
 
     def lets_in(self, tables: TableNumbers, ids: Ids) -> NDArray[np.bool_]:
@@ -184,7 +189,7 @@ class Tier:
         self.counters.add("evictions", gone.tables)
         self.counters.add("rows", gone.tables, -1)
         self.admission.resize(capacity_rows)
-        victims = Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots])
+        victims = Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots], self.stored[gone.slots])
         self.dirty[capacity_rows:] = False  # in place: whoever trains may be marking rows of pinned slots
         return victims
 
@@ -192,6 +197,7 @@ class Tier:
         """Give back the memory above the capacity."""
         self.slab.discard_from(self.capacity_rows)
         give_back(self.dirty, self.capacity_rows)
+        give_back(self.stored, self.capacity_rows)
 
 
 def row_bytes(slab: Slab) -> int:

@@ -48,7 +48,7 @@ from storage.row_log.write_buffer import WriteBuffer, buffer_bytes
 
 Progress: TypeAlias = Callable[[int, int], None]
 
-_BLOCK_ROWS = 2048  # moved under one hold of the lock
+_BLOCK_ROWS = 1024  # moved under one hold of the lock
 _ROUND_BYTES = 16 << 20
 _LEAST_SEGMENTS = 8  # a store of fewer full segments is left alone
 _GAPS = 0.04  # of the file lie between segments, too small for one

@@ -39,6 +39,7 @@ from storage.id_index import (
     seek,
     seek_place,
     set_entry,
+    sole_match,
     tag_of,
 )
 from storage.row_log.hashing import has_long_checksum, is_row_of, mix, row_checksum
@@ -233,8 +234,26 @@ def settle(
 
 
 @njit(nogil=True, cache=True)
+def find_known(shards: Any, shift: Any, tables: Any, ids: Any, known: Any, places: Any, matched: Any) -> None:
+    """As `find_places`; matched[i] = whether row i, which is known[i] to be stored, lies there by the index alone."""
+    shards = uncounted(shards)
+    n = len(ids)
+    hashes = np.empty(n, np.uint64)
+    for i in range(n):
+        hashes[i] = mix(tables[i], ids[i])
+    for i in range(n):
+        ahead = home_address(shards, shift, hashes[min(i + _INDEX_AHEAD, n - 1)])
+        prefetch(ahead)
+        prefetch(ahead + _64)  # the search ends at an empty entry only
+        places[i] = sole_match(shards, shift, hashes[i]) if known[i] else _0
+        matched[i] = places[i] != _0
+        if not matched[i]:
+            places[i] = first_match(shards, shift, hashes[i])
+
+
+@njit(nogil=True, cache=True)
 def match_ids(segments: Any, tables: Any, ids: Any, places: Any, matched: Any) -> None:
-    """matched[i] = whether the id and table stored at places[i] are those of row i.
+    """matched[i] |= whether the id and table stored at places[i] are those of row i.
 
     Reading them here, with nothing to do in between, waits for many of them at once; `append_rows`, which computes a
     checksum a row, would wait for one after the other.
@@ -242,9 +261,10 @@ def match_ids(segments: Any, tables: Any, ids: Any, places: Any, matched: Any) -
     segments = uncounted(segments)
     n = len(ids)
     for i in range(n):
-        prefetch(id_address(segments, places[min(i + _ID_AHEAD, n - 1)]))
-        matched[i] = False
-        if places[i] != _0:
+        ahead = min(i + _ID_AHEAD, n - 1)
+        if not matched[ahead]:
+            prefetch(id_address(segments, places[ahead]))
+        if not matched[i] and places[i] != _0:
             matched[i] = stored_id(segments, places[i]) == ids[i] and stored_table(segments, places[i]) == tables[i]
 
 
@@ -284,7 +304,7 @@ def append_rows(
     Args:
         capacity: rows that the open segment holds.
         tables, ids: (N,), the batch.
-        places, matched: (N,), what `find_places` and `match_ids` gave for it, before rows were changed.
+        places, matched: (N,), what `find_known` and `match_ids` gave for it, before rows were changed.
         data, data_step: address of row 0 of the batch and bytes from one to the next (uint64).
         width: int64, bytes of a row; those behind it, up to the stride, stay zero.
 

@@ -14,6 +14,7 @@ to commit: the writer hands it buffers, takes sealed segments and tells it where
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from storage.row_log.gather import (
     SHARD_FULL,
     append_rows,
     append_tombstones,
+    find_known,
     find_places,
     gather,
     live_rows,
@@ -36,7 +38,7 @@ from storage.row_log.gather import (
     settle,
 )
 from storage.row_log.lock import StoreLock
-from storage.row_log.pages import PageAdvisor
+from storage.row_log.pages import PageAdvisor, major_faults
 from storage.row_log.places import (
     CODES,
     COUNT,
@@ -57,7 +59,8 @@ from storage.row_log.space import bytes_in_use, bytes_of, idle_slots, marked
 from storage.row_log.write_buffer import WriteBuffer
 from storage.store import IdRange, Mask, RowBytes, RowIds
 
-BLOCK_ROWS = 8192  # that a get looks up at once, and asks for together
+BLOCK_ROWS = 4096  # that a get looks up at once
+_ASKED_ROWS, _PARTS_AHEAD = 256, 2  # of a block that is not in memory: what is asked for at once, and how far ahead
 _WRITTEN_ROWS = 1024  # that a put works on at once, so that what it needs of index and ids stays in the second cache
 _SCAN_ROWS = 4096
 _ID_BYTES = np.uint64(8)
@@ -137,13 +140,43 @@ class GroupRows:
         places = np.empty(len(ids), np.uint64)
 
         def read_block(first: int, errors: Sequence[BaseException]) -> None:
-            part = slice(first, first + BLOCK_ROWS)
-            segments = self._find(tables[part], ids[part], places[part])
-            faults = self._pages.before_rows(segments.lines, self._stride, places[part])
-            self._copy(segments, tables[part], ids[part], places[part], out[part], found[part])
+            stop, faults = min(first + BLOCK_ROWS, len(ids)), major_faults()
+            segments = self._find(tables[first:stop], ids[first:stop], places[first:stop])
+            for part in self._asked_parts(segments, places, first, stop):
+                self._copy(segments, tables[part], ids[part], places[part], out[part], found[part])
             self._pages.after_rows(faults)
 
         for_each_block(read_block, range(0, len(ids), BLOCK_ROWS), threads)
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """As `HintedStore.waits_for_disk`, of this group."""
+        return self._pages.waits_for_disk
+
+    def announce(self, rows: RowIds) -> None:
+        """Ask for the pages of rows that will be got. Requires: a pin, and not the lock."""
+        tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
+        places = np.empty(len(ids), np.uint64)
+        segments = self._find(tables, ids, places)
+        if self._pages.pays(segments.lines, self._stride, places):
+            self._pages.ask(segments.lines, ROWS, self._stride, places)
+
+    def _asked_parts(
+        self, segments: SegmentTable, places: NDArray[np.uint64], first: int, stop: int
+    ) -> Iterator[slice]:
+        """Rows `first` to `stop` in parts to be copied now: one, or many if pages have to be asked for. Then some parts
+        are on their way meanwhile, and none so long before it is copied that its pages might be gone again."""
+        if not self._pages.pays(segments.lines, self._stride, places[first:stop]):
+            yield slice(first, stop)
+            return
+        asked: deque[slice] = deque()
+        for at in range(first, stop, _ASKED_ROWS):
+            part = slice(at, min(at + _ASKED_ROWS, stop))
+            self._pages.ask(segments.lines, ROWS, self._stride, places[part])
+            asked.append(part)
+            if len(asked) > _PARTS_AHEAD:
+                yield asked.popleft()
+        yield from asked
 
     def _find(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], places: NDArray[np.uint64]) -> SegmentTable:
         """Fill in places; the segment table that they refer to."""
@@ -190,35 +223,56 @@ class GroupRows:
                 "does not hold: open the table first, and pass the group of its TableRef"
             )
 
-    def append(self, rows: RowIds, data: RowBytes, open_buffer: Callable[[GroupRows], WriteBuffer]) -> None:
-        """As `Store.put`; `open_buffer` gives the segment to fill, and may raise what a commit raises."""
+    def append(
+        self, rows: RowIds, data: RowBytes, open_buffer: Callable[[GroupRows], WriteBuffer], known: Mask | None = None
+    ) -> None:
+        """As `Store.put`; `open_buffer` gives the segment to fill, and may raise what a commit raises.
+
+        Args:
+            known: which rows are in the store for certain; None = nothing is known.
+        """
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
+        known = np.zeros(len(ids), np.bool_) if known is None else known
         self._check_tables(tables)
-        for part in self._written_parts(tables, ids):
+        for part in self._written_parts(tables, ids, known):
             with self.lock:
-                self._append_block(tables[part], ids[part], data[part], open_buffer)
+                self._append_block(tables[part], ids[part], known[part], data[part], open_buffer)
             self.lock.give_way()
 
-    def _written_parts(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> Iterator[slice]:
+    def _written_parts(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], known: Mask) -> Iterator[slice]:
         """What is written under one hold of the lock each; the stored ids there are asked for some parts ahead, so that
-        the disk reads many at a time. A change of the index will compare them."""
+        the disk reads many at a time. A change of the index will compare them, unless the rows are known."""
         for start in range(0, len(ids), BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, len(ids))
-            with self.lock:
-                places = self._places(tables[start:stop], ids[start:stop])
-                if not self._pages.resident(self.segments.lines, IDS, _ID_BYTES, places):
-                    self._pages.ask(self.segments.lines, IDS, _ID_BYTES, places)
+            if not known[start:stop].all():
+                self._ask_for_ids(tables[start:stop], ids[start:stop], known[start:stop])
             for first in range(start, stop, _WRITTEN_ROWS):
                 yield slice(first, min(first + _WRITTEN_ROWS, stop))
+
+    def _ask_for_ids(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], known: Mask) -> None:
+        with self.lock:
+            places, matched = self._matched(tables, ids, known)
+            places = places[~matched]
+            if not self._pages.resident(self.segments.lines, IDS, _ID_BYTES, places):
+                self._pages.ask(self.segments.lines, IDS, _ID_BYTES, places)
+
+    def _matched(
+        self, tables: NDArray[np.uint32], ids: NDArray[np.int64], known: Mask
+    ) -> tuple[NDArray[np.uint64], Mask]:
+        """Places where tags fit, and which are the rows' own without a look there. Requires: the lock."""
+        places, matched = np.empty(len(ids), np.uint64), np.empty(len(ids), np.bool_)
+        find_known(self.index.table, self.index.shift, tables, ids, known, places, matched)
+        return places, matched
 
     def _append_block(
         self,
         tables: NDArray[np.uint32],
         ids: NDArray[np.int64],
+        known: Mask,
         data: RowBytes,
         open_buffer: Callable[[GroupRows], WriteBuffer],
     ) -> None:
-        places, matched = self._places(tables, ids), np.empty(len(ids), np.bool_)
+        places, matched = self._matched(tables, ids, known)
         match_ids(self.segments.lines, tables, ids, places, matched)
         address, step = np.uint64(data.ctypes.data), row_step(data)
         done = 0
@@ -246,7 +300,7 @@ class GroupRows:
         """As `Store.delete`."""
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         self._check_tables(tables)
-        for part in self._written_parts(tables, ids):
+        for part in self._written_parts(tables, ids, np.zeros(len(ids), np.bool_)):
             with self.lock:
                 self._bury_block(tables[part], ids[part], open_buffer)
             self.lock.give_way()

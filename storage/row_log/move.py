@@ -29,7 +29,7 @@ from storage.row_log.places import (
 )
 from storage.row_log.raw import copy_bytes, prefetch, uncounted
 
-_0, _1 = np.uint64(0), np.uint64(1)
+_0, _1, _LINE = np.uint64(0), np.uint64(1), np.uint64(64)
 _AHEAD = 16
 _TOMBSTONE_STEP = np.int64(1) << 32
 
@@ -107,7 +107,9 @@ def move_rows(
     for at in range(start, stop):
         ahead = place_at(source, min(at + _AHEAD, last))
         hash_ahead = mix(np.uint32(stored_table(segments, ahead)), stored_id(segments, ahead))
-        prefetch(home_address(shards, shift, hash_ahead))
+        home = home_address(shards, shift, hash_ahead)
+        prefetch(home)
+        prefetch(home + _LINE)  # of a dead row the search ends at an empty entry
         place = place_at(source, at)
         table, id = np.uint32(stored_table(segments, place)), stored_id(segments, place)
         hash = mix(table, id)

@@ -24,6 +24,7 @@ from storage.row_log.raw import load8, madvise, mincore, store8
 
 _SAMPLE = 16
 _FAULTS_TOLERATED = 8  # of a batch, before the next ones ask for their pages
+_REMEMBERED = 32  # parts of batches in memory after which the disk is forgotten
 _WILLNEED = np.int32(3)
 _PAGE = np.uint64(mmap.PAGESIZE)
 _PAGE_MASK = ~np.uint64(mmap.PAGESIZE - 1)
@@ -81,7 +82,12 @@ class PageAdvisor:
 
     def __init__(self) -> None:
         self.batches_asked = 0
-        self._wary = 0
+        self._wary = self._lately = 0
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether rows were not in memory lately."""
+        return self._lately > 0
 
     def resident(self, segments: NDArray[np.int64], column: int, stride: np.uint64, places: NDArray[np.uint64]) -> bool:
         """Whether a sample of what lies at places is in memory; `column` (ROWS or IDS) and `stride` say what does."""
@@ -93,21 +99,22 @@ class PageAdvisor:
         self.batches_asked += 1
         _will_need(segments, column, stride, np.sort(places))
 
-    def before_rows(self, segments: NDArray[np.int64], stride: np.uint64, places: NDArray[np.uint64]) -> int:
-        """Ask for the pages of rows that are about to be read, if it pays; pass what is returned to `after_rows`."""
-        if self._wary or not self.resident(segments, ROWS, stride, places):
-            self.ask(segments, ROWS, stride, places)
-        return _major_faults()
+    def pays(self, segments: NDArray[np.int64], stride: np.uint64, places: NDArray[np.uint64]) -> bool:
+        """Whether to ask for the pages of rows that will be read."""
+        pays = self._wary > 0 or not self.resident(segments, ROWS, stride, places)
+        self._lately = _REMEMBERED if pays else max(0, self._lately - 1)
+        return pays
 
     def after_rows(self, faults: int) -> None:
-        """Learn from the page faults since `before_rows`, which the same thread must have called."""
-        if _major_faults() - faults > _FAULTS_TOLERATED:
+        """Learn from the page faults of a reading thread, which had so many (`major_faults`) before it read a batch."""
+        if major_faults() - faults > _FAULTS_TOLERATED:
             self._wary = 4
         elif self._wary:
             self._wary = max(0, self._wary - 1)
 
 
-def _major_faults() -> int:
+def major_faults() -> int:
+    """Page faults of this thread so far that waited for the disk."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 

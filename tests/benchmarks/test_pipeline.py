@@ -89,17 +89,19 @@ def test_the_limit_is_the_larger_of_memory_and_disk(tmp_path: Path, monkeypatch:
         fill(store, SMALL, law)
         side = Tiered(store, SMALL, SMALL.stream(law))
         side.warm_up(SMALL)
-        asked = []
+        asked, mix, ready = [], {"pages": 80_000, "written": 5}, []
 
         def fio(path: Path, pages: int, written: int) -> float:
             asked.append((path.name, pages, written))
             return 60.0
 
         monkeypatch.setattr(pipeline_cold, "fio_mix_seconds", fio)
-        few = cold_figures(side, SMALL, Law(1.05, 100.0), {"pages": 80_000, "written": 5})
+        few = cold_figures(side, SMALL, Law(1.05, 100.0), mix, lambda: ready.append(side.next))
         assert (few["limit_step_ms"], few["fio_step_ms"]) == (100_000.0, 60_000.0)
         assert asked == [("data.mdb", 80_000, 5)] * 2
-        assert cold_figures(side, SMALL, Law(1.05, 1.0), {"pages": 80_000, "written": 5})["limit_step_ms"] == 60_000.0
+        assert len(ready) == SMALL.rounds
+        assert ready[1] == ready[0] + SMALL.steps
+        assert cold_figures(side, SMALL, Law(1.05, 1.0), mix, lambda: None)["limit_step_ms"] == 60_000.0
         assert few["stall_share"] is not None
         side.close()
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from storage import MemoryStore
+from storage import MemoryStore, RowIds
 from tiered_emb import (
     SGD,
     ConfigError,
@@ -575,3 +575,110 @@ def test_a_child_forked_while_a_batch_is_prepared_may_read() -> None:
             os._exit(code)
         assert os.waitpid(pid, 0)[1] == 0
         loop.close()
+
+
+class Hinted(MemoryStore):
+    """A store that says it waits for the disk, and notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deletions = 0
+        self.waits_for_disk = True
+        self.announced: list[list[int]] = []
+        self.known: dict[int, bool] = {}  # of rows, when they were put last
+
+    def will_need(self, rows: RowIds) -> None:
+        self.announced.append(rows.ids.tolist())
+
+    def put(self, rows: RowIds, data: Any) -> None:
+        assert rows.stored is not None
+        believed = rows.stored.deletions == self.deletions
+        self.known |= {int(id): bool(known) and believed for id, known in zip(rows.ids, rows.stored.rows, strict=True)}
+        super().put(rows, data)
+
+    def delete(self, rows: RowIds) -> None:
+        super().delete(rows)
+        self.deletions += 1
+
+
+def test_rows_that_a_later_batch_will_miss_are_announced() -> None:
+    store = Hinted()
+    with make(TierConfig(0, "64KiB", store)) as module:
+        module(ids_of(1, 2)).sum().backward()
+        loop = prefetch([ids_of(1, 10), ids_of(2, 11, 10), ids_of(3)], module, lookahead=2)
+        for ids in loop:
+            module(ids).sum().backward()
+        assert [2, 11, 10] not in store.announced  # of which 2 is in memory
+        assert all(announced in ([11, 10], [11], [3]) for announced in store.announced)
+        store.waits_for_disk, before = False, len(store.announced)
+        for ids in prefetch([ids_of(20), ids_of(21), ids_of(22)], module, lookahead=2):
+            module(ids).sum().backward()
+        assert len(store.announced) == before
+
+
+def test_the_next_batch_is_announced_before_this_one_is_read() -> None:
+    class Slow(Hinted):
+        reached, opened = threading.Event(), threading.Event()
+
+        def get(self, *args: Any) -> None:
+            self.reached.set()
+            assert self.opened.wait(60)
+            super().get(*args)
+
+    store = Slow()
+    with make(TierConfig(0, "64KiB", store)) as module:
+        loop = prefetch([ids_of(1), ids_of(2), ids_of(3), ids_of(4)], module, lookahead=3)
+        next(loop)
+        assert store.reached.wait(60)
+        store.opened.set()
+        for entry in loop._entries:
+            assert entry.done.wait(60)
+        assert [3] in store.announced  # the thread had the second when the others were in the queue already
+        loop.close()
+
+
+@pytest.mark.parametrize("tiers", [("0", "64KiB"), (4 * ROW_BYTES, "64KiB")])
+def test_rows_that_came_from_the_store_are_known_to_be_there(tiers: tuple[int | str, int | str]) -> None:
+    store = Hinted()
+
+    def train(module: TieredEmbedding, *ids: int) -> dict[int, bool]:
+        module(ids_of(*ids)).sum().backward()
+        store.known.clear()
+        module.flush()
+        return dict(store.known)
+
+    with make(TierConfig(*tiers, store)) as module:
+        assert train(module, 1) == {1: False}
+        assert train(module, 1, 3) == {1: True, 3: False}
+    with make(TierConfig(*tiers, store)) as module:
+        assert train(module, 1, 3, 4) == {1: True, 3: True, 4: False}
+        ((_, ref),) = module._opened.values()
+        store.delete(RowIds.of(ref, np.array([3])))  # by somebody else
+        assert train(module, 1, 3, 4) == {1: False, 3: False, 4: False}
+        assert train(module, 1, 3, 4) == {1: True, 3: True, 4: True}
+
+
+def test_a_child_forked_while_ids_are_deduplicated_may_look_up() -> None:
+    with make(SMALL) as module:
+        module(ids_of(1, 2)).sum().backward()
+        ((group, _),) = module._opened.values()
+        held, forked = threading.Event(), threading.Event()
+
+        def dedupe_for_long() -> None:
+            with group.deduping:
+                held.set()
+                assert forked.wait(60)
+
+        thread = threading.Thread(target=dedupe_for_long)
+        thread.start()
+        assert held.wait(60)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with suppress(BaseException):
+                signal.alarm(30)
+                code = 0 if len(module(ids_of(1))) == 1 else 2
+            os._exit(code)
+        forked.set()
+        thread.join()
+        assert os.waitpid(pid, 0)[1] == 0

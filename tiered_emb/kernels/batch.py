@@ -17,6 +17,7 @@ import numpy.typing as npt
 from numba import njit
 
 from tiered_emb.intrinsics import prefetch2
+from tiered_emb.scratch import Scratch
 
 _GENERATIONS = 1 << 31  # tags hold a generation in their upper half; all are used up after that many tables seen
 _AHEAD = 8  # ids whose place in the hash table is asked for before it is needed
@@ -82,6 +83,46 @@ class Deduper:
         generation, self._generation = self._generation, self._generation + len(tables)
         unique = _dedupe(ids, segments, tables, self._places, generation, out.ids, out.tables, out.counts, out.inverse)
         return int(unique)
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """The U unique rows of a batch, those that a tier holds apart from those it lacks, each in the batch's order.
+
+    hits, hit_counts: int32 (U - M,), slots and counts of those it holds. missing int32, tables uint32, ids int64 and
+    counts int32 (M,): position in the batch, table, id and count of those it lacks. All but `missing` last until the
+    next batch is parted.
+    """
+
+    hits: npt.NDArray[np.int32]
+    hit_counts: npt.NDArray[np.int32]
+    missing: npt.NDArray[np.int32]
+    tables: npt.NDArray[np.uint32]
+    ids: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+
+
+def parted(
+    slots: npt.NDArray[np.int32],
+    tables: npt.NDArray[np.uint32],
+    ids: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int32],
+    found: int,
+    scratch: Scratch,
+) -> Parted:
+    """Part a batch by its slots (U,), of which all but ``found`` are negative; the other arrays are (U,) too."""
+    lacking = len(slots) - found
+    parts = Parted(
+        scratch.take("hits", found, np.int32),
+        scratch.take("hit counts", found, np.int32),
+        np.empty(lacking, np.int32),
+        scratch.take("tables", lacking, np.uint32),
+        scratch.take("ids", lacking, np.int64),
+        scratch.take("counts", lacking, np.int32),
+    )
+    missing = parts.missing, parts.tables, parts.ids, parts.counts
+    _part(slots, tables, ids, counts, parts.hits, parts.hit_counts, *missing)
+    return parts
 
 
 def group_positions(
@@ -186,6 +227,30 @@ def _dedupe(
                     break
                 place = (place + 1) & mask
     return unique
+
+
+@njit(nogil=True, cache=True)
+def _part(
+    slots: Any,
+    tables: Any,
+    ids: Any,
+    counts: Any,
+    hits: Any,
+    hit_counts: Any,
+    missing: Any,
+    missing_tables: Any,
+    missing_ids: Any,
+    missing_counts: Any,
+) -> None:
+    found = lacking = 0
+    for u in range(len(slots)):
+        if slots[u] >= 0:
+            hits[found], hit_counts[found] = slots[u], counts[u]
+            found += 1
+        else:
+            missing[lacking], missing_tables[lacking], missing_ids[lacking] = u, tables[u], ids[u]
+            missing_counts[lacking] = counts[u]
+            lacking += 1
 
 
 @njit(nogil=True, cache=True)
