@@ -5,6 +5,7 @@ Shapes: N ids a step, D dimension.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -275,9 +276,14 @@ def ablation(store: LmdbStore, setting: Setting, law: Zipf, rounds: int) -> dict
         stream = setting.stream(law)
         side = Tiered(store, setting, stream, lookahead=lookahead, cache_rows=rows)
         side.run(0, warm_up)
-        turns = [side.run(warm_up + number * setting.steps, setting.steps) for number in range(rounds)]
+        turns = []
+        for _ in range(rounds):
+            stream.forget(side.next)
+            turns.append(side.run(side.next, setting.steps))
         figures[name] = round(statistics.median(turns) * 1000, 2)
         side.close()
+        del side, stream
+        gc.collect()  # a loop and the batches that it had
     return figures
 
 

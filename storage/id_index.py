@@ -282,9 +282,9 @@ class IdIndex:
             self._resize(shard, self._level_for(shard, wanted))
 
     def trim(self) -> None:
-        """Shrink shards that are filled to less than 4/7, 14 bytes a row."""
+        """Shrink shards that would do with a step less."""
         used, capacity = self.table[:, USED], self.table[:, CAPACITY]
-        for shard in np.flatnonzero(4 * capacity > 7 * used).tolist():
+        for shard in np.flatnonzero(16 * capacity >= 25 * used).tolist():
             level = self._level_for(shard, int(used[shard]))
             if level < self._level[shard]:
                 self._resize(shard, level)

@@ -38,7 +38,7 @@ _GROUP = struct.Struct("<IIQ")
 _SLOT, _NUMBER, _ROWS, _CODES, _WIDTHS, _COUNT, _LIVE, _EPOCH = range(8)  # of a segment in the file
 _AS_THEY_ARE = ((WIDTHS, _WIDTHS), (COUNT, _COUNT), (LIVE, _LIVE), (NUMBER, _NUMBER), (EPOCH, _EPOCH))
 _STEPS, _USED, _CHECKSUM = range(3)  # of a shard in the file
-_FEW_SHARDS = 4  # times fewer than a group of its size should have, and the index is made anew
+_FEW_SHARDS = 2  # times fewer than a group of its size should have, and the index is made anew
 _PAGE_BYTES = 1 << 16  # LMDB's largest: a segment of few rows is padded to a page
 
 _Tables = list[tuple[NDArray[np.int64], NDArray[np.uint64]]]
