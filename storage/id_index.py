@@ -254,6 +254,7 @@ class IdIndex:
         self._jump_bytes = self._grown_bytes.copy()  # what a shard's next growth costs
         self._needed = np.zeros(shards, np.int64)  # inserts until each shard grows, when last asked
         self._dearest = np.zeros(shards, np.int64), np.zeros(shards, np.int64)  # sums of those and of `_jump_bytes`
+        self._grown = True  # a shard has, since then
 
     @property
     def rows(self) -> int:
@@ -336,6 +337,7 @@ class IdIndex:
 
     def _plan_growth(self, shard: int) -> None:
         """Note what the shard holds and what its next growth will cost, so that a bound costs no pass over Python."""
+        self._grown = True
         grown = _capacity(float(self._level[shard]) + 1)
         self._array_bytes[shard] = _array_bytes(int(self.table[shard, CAPACITY]))
         self._grown_bytes[shard] = _array_bytes(grown)
@@ -364,10 +366,10 @@ class IdIndex:
         if inserts <= 0:
             return 0
         needed = self.table[:, LIMIT] - self.table[:, USED] + 1
-        if not np.array_equal(needed, self._needed):
+        if self._grown or not np.array_equal(needed, self._needed):
             order = np.argsort(-self._jump_bytes / needed)  # the dearest growth for an insert first
-            self._needed = needed
             self._dearest = np.cumsum(needed[order]), np.cumsum(self._jump_bytes[order])
+            self._needed, self._grown = needed, False
         inserted, jumped = self._dearest
         pushed = min(int(np.searchsorted(inserted, inserts, side="left")), len(inserted) - 1)  # perhaps all of them
         return int(jumped[pushed]) + int(self._grown_bytes.max())

@@ -28,6 +28,7 @@ Not here: named snapshots, codecs. What is on disk: docs/formats.md.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,7 +109,8 @@ class LmdbStore:
         self.durability = durability
         self.read_only = read_only
         to_state = durability == "snapshot"
-        self._rows_read = self._rows_written = self._bytes_read = self._deletions = 0
+        self._rows_read = self._rows_written = self._bytes_read = 0
+        self._deletions = secrets.randbits(60)  # no claim of an earlier opening fits
         self.config = config or StoreConfig()
         self._session = Session(self.path, self.config, to_state=to_state, read_only=read_only)
         self._read_ahead = ReadAhead(self._session.lock, partial(_ask, self._session))  # not of this: it would never go

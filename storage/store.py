@@ -72,12 +72,13 @@ class RowIds:
     stored: Stored | None = None
 
     def __post_init__(self) -> None:
-        if self.stored is not None:
-            check_found(self, self.stored.rows)
         if self.tables.dtype != np.uint32 or self.ids.dtype != np.int64:
             raise ValueError(f"row ids of dtypes {self.tables.dtype} and {self.ids.dtype}: expected uint32 and int64")
         if self.ids.ndim != 1 or self.tables.shape != self.ids.shape:
             raise ValueError(f"row ids of shapes {self.tables.shape} and {self.ids.shape}: expected (N,) twice")
+        known = None if self.stored is None else self.stored.rows
+        if known is not None and (known.dtype != np.bool_ or known.shape != self.ids.shape):
+            raise ValueError(f"what is known of rows: {known.dtype} {known.shape}, expected bool ({len(self.ids)},)")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -227,8 +228,8 @@ class HintedStore(Protocol):
         """Whether rows that were got or announced lately were not in memory, so that announcing more is of use."""
 
     def will_need(self, rows: RowIds) -> None:
-        """Announce rows that will be got soon: the store begins to read them. Returns at once; says nothing of rows
-        that are missing or damaged."""
+        """Announce rows that will be got soon: the store begins to read them. Returns at once, with a copy of what it
+        was given; says nothing of rows that are missing or damaged."""
 
 
 def check_batch(rows: RowIds, data: RowBytes, row_bytes: int, *, written: bool = False) -> None:

@@ -103,7 +103,7 @@ class ColdRows:
         them and return its error."""
         with Uninterrupted():
             try:
-                known = Stored(stored, self._deletions)
+                known = None if self._hinted is None else Stored(stored, self._deletions)
                 self._store.put(RowIds(self._group, tables, ids, known), rows.view(np.uint8))
             except Exception as error:  # a Store of the user's may raise anything; the rows have no other place
                 self._kept.put(RowIds(self._kept_group, tables, ids), rows.view(np.uint8))

@@ -19,11 +19,9 @@ prepares later batches (:mod:`tiered_emb.pipeline`).
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -36,13 +34,14 @@ from storage.lmdb_store import LmdbStore
 from storage.schema import Column, RowSchema, table_number
 from storage.store import TableRef
 from storage.volatile import VolatileStore
+from tiered_emb import forks
 from tiered_emb.budget import Coming, HostBudget
 from tiered_emb.cache import POLICIES, Directory, refusal
 from tiered_emb.cache.admission import rule_of
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
 from tiered_emb.errors import ConfigError, TierCapacityError
-from tiered_emb.group import TableGroup
+from tiered_emb.group import Cancels, TableGroup, cancel_all
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
@@ -55,7 +54,6 @@ from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
 
 _ENGINES: dict[str | int, Engine] = {}
-_ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()  # those without a place among them
 
 
 class Engine:
@@ -76,8 +74,7 @@ class Engine:
         self.config = config
         self.device = device
         self.road = threading.RLock()
-        _ALIVE.add(self)
-        self.cancels: dict[int, Callable[[], None]] = {}
+        self.cancels: Cancels = {}
         self._gone: deque[Sequence[str]] = deque()  # tables of modules that were dropped
         self._place = place_of(config)  # as it was at first: links and the working directory may change
         self.store, self._owned = open_store(config)
@@ -98,6 +95,12 @@ class Engine:
         counted = not isinstance(self.store, VolatileStore)
         store_bytes = self.store.memory_after if counted else lambda inserts: 0
         self._budget = HostBudget(config.ddr_budget_bytes, self._shares, store_bytes, lambda: self.store.stats().rows)
+        forks.remember(self)
+
+    def forget_threads(self) -> None:
+        """As `forks.Forkable.forget_threads`."""
+        for group in self.groups.values():
+            group.deduping = threading.Lock()
 
     @classmethod
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:
@@ -207,8 +210,7 @@ class Engine:
 
     def cancel_ahead(self) -> None:
         """Let go of everything that is prepared for later forwards, whichever module's: they share the tiers."""
-        for cancel in list(self.cancels.values()):
-            cancel()
+        cancel_all(self.cancels)
 
     def _add_tables(
         self, tables: Sequence[TableConfig], rule: RowRule, seed: int | None
@@ -319,7 +321,6 @@ class Engine:
                     self.recorder.flush()
 
     def _flush_rows(self) -> None:
-        self.cancel_ahead()  # the index may grow by what is written, for which tiers have to be lowered
         for group in self.groups.values():
             group.write_back()
         with Uninterrupted():
@@ -383,6 +384,7 @@ class Engine:
             rows = self._budget.rows_for(schema, self._bytes_beside_new(), self._shares.part(schema, new))
             tiers.append(self._new_tier("ddr", rows, schema, torch.device("cpu")))
         self.groups[schema] = group = TableGroup(ref.group, schema, self.store, tiers, self._workers)
+        group.cancels = self.cancels
         if self.config.hbm_budget_bytes:
             group.top_bytes = lambda rows: self._shares.hbm_bytes(schema, rows)
         else:
@@ -433,32 +435,3 @@ def _row_device(config: TierConfig, device: torch.device | None) -> torch.device
     if device is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-_forking = threading.RLock()
-_at_fork: list[Engine] = []  # whose roads are held while the process forks
-
-
-def _before_fork() -> None:
-    """Wait for whoever is on a road: a child would find it held by a thread that is not there."""
-    _forking.acquire()
-    _at_fork[:] = sorted(_ALIVE, key=id)
-    for engine in _at_fork:
-        engine.road.acquire()
-
-
-def _after_fork() -> None:
-    while _at_fork:
-        _at_fork.pop().road.release()
-    _forking.release()
-
-
-def _after_fork_in_child() -> None:
-    for engine in _at_fork:
-        for group in engine.groups.values():
-            group.deduping = threading.Lock()  # whoever held it is not here
-    _after_fork()
-
-
-# After the stores' own, so that it runs before them: a thread on the road may want a store's lock, never the reverse.
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

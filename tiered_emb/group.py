@@ -36,6 +36,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -73,6 +74,15 @@ _WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
 _MOST_SPARE = 8  # arrays of batches that are kept for the next ones
 
 
+Cancels: TypeAlias = dict[int, Callable[[int], None]]
+
+
+def cancel_all(cancels: Cancels) -> None:
+    """Let go of what is prepared for later forwards."""
+    for module, cancel in list(cancels.items()):
+        cancel(module)
+
+
 def unseen(place: str) -> None:
     """Nobody wants to know where the time goes."""
 
@@ -87,6 +97,7 @@ class TableGroup:
         cold: the rows that no tier holds.
         moves: what rows move through.
         deduping: held by whoever dedupes.
+        cancels: as `Engine.cancels`.
         top_bytes: budget of the top tier, by name, in which this group has so many slots; for messages.
         make_room: asked before each plan with (missing rows, unique rows, those of them that floors keep); shrinks
             tiers so that what the batch stages and what the Store may grow by stays within the budget. Returns whether
@@ -102,11 +113,12 @@ class TableGroup:
         self.top_bytes: Callable[[int], int] = lambda rows: rows * schema.row_bytes
         self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
         self._workers = workers
+        self.cancels: Cancels = {}
         self.deduping = threading.Lock()
         self._deduper = batch_kernels.Deduper()
         self._update_deduper = batch_kernels.Deduper()  # of the thread that trains, as is the scratch
         self._scratch = Scratch()  # of a batch's positions
-        self._parts = Scratch()  # of the planner's
+        self._parts = Scratch()  # of the batch that is planned
         self._plans = self._forwards = 0
         self._unpinned: deque[Unpinned] = deque()
         self._spare: list[BatchArrays] = []
@@ -346,15 +358,27 @@ class TableGroup:
 
     def _write_back(self, tier: Tier, slots: Slots) -> None:
         """Hand the rows of ``slots`` to the Store, which may need room for the first time it sees them."""
-        with Uninterrupted(), suppress(TierCapacityError):  # for want of room in memory nothing is kept from the disk
-            while self.make_room(len(slots), 0, 0):
-                pass
+        with Uninterrupted():
+            self._make_room_to_write(len(slots))
         directory, slots = tier.directory, slots[slots < tier.capacity_rows]
         slots = slots[tier.dirty[slots]]  # others may have the rows of a lowered tier that floors keep
         rows = self.moves.copied(tier, slots)
         if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows, tier.stored[slots]):
             raise error
         tier.dirty[slots], tier.stored[slots] = False, True
+
+    def _make_room_to_write(self, rows: int) -> None:
+        """Lower tiers for the Store's growth; if need be let go of what is prepared for later forwards.
+
+        For want of room in memory nothing is kept from the disk.
+        """
+        for let_go in (self.cancels, {}):
+            try:
+                while self.make_room(rows, 0, 0):
+                    pass
+                return
+            except TierCapacityError:
+                cancel_all(let_go)
 
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
         """Lower a tier's capacity; rows without room leave for the Store, those that floors keep excepted. Raises what

@@ -34,6 +34,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self
@@ -160,16 +161,14 @@ class Prefetch(Generic[Batch]):
             return []
         parts = []
         for module, arguments in _arguments(batch if self._ids is None else self._ids(batch), self._modules):
-            try:
+            with suppress(InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
                 if module.training:
                     parts.append(Part(module, module.lookup_inputs(*arguments)))
-            except (InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
-                self.stats.failed += 1
         return parts
 
     # ---- the forward, by `Ahead`
 
-    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> list[Question] | None:
+    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> Sequence[Question] | None:
         """As `tiered_emb.tables.Ahead.take`; nothing in a forked child, in which nobody prepares."""
         if os.getpid() != self._pid:
             return None
@@ -198,10 +197,12 @@ class Prefetch(Generic[Batch]):
         self.stats.refused += part.refused
         self.stats.failed += part.error is not None and not part.refused
 
-    def cancel(self) -> None:
+    def cancel(self, module: int) -> None:
         """As `tiered_emb.tables.Ahead.cancel`."""
-        for entry in self._entries:
-            entry.let_go(for_good=False)
+        for entry in list(self._entries):  # a copy made at once: the loop may go on
+            for part in entry.parts:
+                if id(part.module) == module:  # others may be on another road, whose holder may want this one
+                    part.let_go(for_good=False)
 
     def stop(self) -> None:
         """As `tiered_emb.tables.Ahead.stop`: batches go on to come, unprepared."""
@@ -240,13 +241,13 @@ class _Weak:
     def __init__(self, prefetch: Prefetch[Any]) -> None:
         self._prefetch = weakref.ref(prefetch)
 
-    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> list[Question] | None:
+    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> Sequence[Question] | None:
         prefetch = self._prefetch()
         return None if prefetch is None else prefetch.take(module, inputs)
 
-    def cancel(self) -> None:
+    def cancel(self, module: int) -> None:
         if (prefetch := self._prefetch()) is not None:
-            prefetch.cancel()
+            prefetch.cancel(module)
 
     def stop(self) -> None:
         if (prefetch := self._prefetch()) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,7 +79,6 @@ class Part:
     Its ids are deduplicated in the thread of the loop, which has less to do than the preparing one.
 
     Attributes:
-        questions: once prepared; taken by the forward.
         error: what preparing met.
         taken, cancelled: a forward has it; nobody wants it any more.
         refused: it had no room, or had to make some for another batch.
@@ -87,28 +87,37 @@ class Part:
     def __init__(self, module: TieredTables, inputs: Sequence[LookupInput]) -> None:
         self.module = module
         self.inputs = [one.kept() for one in inputs]
-        self.questions: list[Question] | None = None
-        self._asked = [one.ask() for one in self.inputs]
         self.error: BaseException | None = None
         self.taken = self.cancelled = self.refused = False
+        self._prepared: deque[Sequence[Question]] = deque()  # one or none; whoever pops it has it
+        self._asked: Sequence[Question] | None = None
+        try:
+            self._asked = [one.ask() for one in self.inputs]
+        except Exception as error:
+            self.error = error.with_traceback(None)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether there is something that a forward may take, or that may be let go."""
+        return bool(self._prepared)
 
     def announce(self) -> None:
         """In the preparing thread, while an earlier batch is due: have the store begin to read."""
-        if self.questions is None and self.is_wanted:
+        if self._asked is not None and not self.is_prepared and self.is_wanted:
             with suppress(Exception):  # which preparing meets too, or does not
                 self.module.announce(self._asked)
 
     def prepare(self, at: Callable[[str], None]) -> None:
         """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
         with self.module.road:
-            if self.questions is None and self.is_wanted:
-                self._prepare(at)
+            if self._asked is not None and not self.is_prepared and self.is_wanted:
+                self._prepare(self._asked, at)
 
-    def _prepare(self, at: Callable[[str], None]) -> None:
+    def _prepare(self, asked: Sequence[Question], at: Callable[[str], None]) -> None:
         self.error, self.refused = None, False
         try:
-            self.module.prepare(self._asked, at)
-            self.questions = self._asked
+            self.module.prepare(asked, at)
+            self._prepared.append(asked)
         except BaseException as error:  # the forward that comes meets it again, or does not
             self.error = error.with_traceback(None)  # whose frames would hold plans
             self.refused = isinstance(error, TierCapacityError)
@@ -129,10 +138,10 @@ class Part:
             and all(mine.equals(other) for mine, other in zip(self.inputs, inputs, strict=True))
         )
 
-    def take(self, inputs: Sequence[LookupInput]) -> list[Question] | None:
+    def take(self, inputs: Sequence[LookupInput]) -> Sequence[Question] | None:
         """In the thread of the loop, once prepared: the questions, with the forward's own weights; None = none."""
-        self.taken = True
-        questions, self.questions, self._asked = self.questions, None, []
+        self.taken, self._asked = True, None
+        questions = self._pop()
         for question, one in zip(questions or (), inputs, strict=False):
             question.weights = one.weights
         return questions
@@ -143,13 +152,19 @@ class Part:
             return
         with self.module.road:
             self.cancelled |= for_good
-            self.refused |= self.questions is not None
+            self.refused |= self.is_prepared
             self._withdraw()
 
     def _withdraw(self) -> None:
-        questions, self.questions = self.questions, None
-        for question in questions or ():
+        for question in self._pop() or ():
             question.withdraw()
+
+    def _pop(self) -> Sequence[Question] | None:
+        """What is prepared, for one of those who ask."""
+        try:
+            return self._prepared.pop()
+        except IndexError:
+            return None
 
 
 class Entry(Generic[Batch]):

@@ -58,11 +58,12 @@ class ModuleOptions:
 class Ahead(Protocol):
     """Who prepares forwards before they come: :mod:`tiered_emb.pipeline`."""
 
-    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> list[Question] | None:
+    def take(self, module: TieredTables, inputs: Sequence[LookupInput]) -> Sequence[Question] | None:
         """What was prepared for a forward with these inputs, once it is; None = nothing. Each is given once."""
 
-    def cancel(self) -> None:
-        """Let go of everything that is prepared and was not taken."""
+    def cancel(self, module: int) -> None:
+        """Let go of everything that is prepared for a module, by its `id`, and was not taken. Any thread may ask that
+        has the road of the module's engine."""
 
     def stop(self) -> None:
         """The module closes: prepare nothing more for it."""

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
 
-from storage.errors import StorageError
+import numpy as np
+
 from storage.row_log.lock import StoreLock
 from storage.store import RowIds
 
 _PART_ROWS = 512
+_SAMPLE = 8
 _MOST_BATCHES = 4  # that wait: whoever announces more than that is ahead of the disk anyway
 
 
@@ -48,17 +50,20 @@ class ReadAhead:
             return
         with self._lock:
             if len(self._left) < _MOST_BATCHES:
-                self._left.append(rows)
+                self._left.append(RowIds(rows.group, rows.tables.copy(), rows.ids.copy()))
             if self._thread is None:
                 self._start()
 
     @contextmanager
     def giving_way(self, rows: RowIds) -> Iterator[None]:
-        """Around a get, which has the disk to itself; what was announced and has its last row among `rows` is done."""
+        """Around a get, which has the disk to itself; what was announced and is among `rows` is done."""
+        if os.getpid() != self._pid:  # the lock is the parent's
+            yield
+            return
         with self._lock:
             self._gets += 1
             if self._left:
-                self._left = deque(one for one in self._left if one.group != rows.group or one.ids[-1] not in rows.ids)
+                self._left = deque(one for one in self._left if not _covers(rows, one))
         try:
             yield
         finally:
@@ -74,12 +79,13 @@ class ReadAhead:
             self._thread = thread
 
     def _work(self) -> None:
-        while (rows := self._next()) is not None:
-            try:
+        try:
+            while (rows := self._next()) is not None:
                 self._ask(rows)
-            except StorageError:  # which the gets that come meet too
-                with self._lock:
-                    self._left.clear()
+        except Exception:  # which the gets that come meet too, or do not
+            with self._lock:
+                self._left.clear()
+                self._thread = None
 
     def _next(self) -> RowIds | None:
         """The next part, once no get reads."""
@@ -92,6 +98,15 @@ class ReadAhead:
             if len(rows) > _PART_ROWS:
                 self._left.appendleft(_part(rows, slice(_PART_ROWS, None)))
             return _part(rows, slice(_PART_ROWS))
+
+
+def _covers(rows: RowIds, announced: RowIds) -> bool:
+    """Whether a get of these rows reads what was announced, by a sample: neighbouring batches have rows in common."""
+    sample = np.linspace(0, len(announced) - 1, min(_SAMPLE, len(announced)), dtype=np.intp)
+    return rows.group == announced.group and all(
+        bool(np.any((rows.ids == id) & (rows.tables == table)))
+        for table, id in zip(announced.tables[sample], announced.ids[sample], strict=True)
+    )
 
 
 def _part(rows: RowIds, part: slice) -> RowIds:

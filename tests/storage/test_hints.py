@@ -135,7 +135,7 @@ def test_stored_ids_of_known_rows_are_not_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_known_is_of_each_row() -> None:
-    with pytest.raises(ValueError, match="mask"):
+    with pytest.raises(ValueError, match="what is known of rows"):
         RowIds(0, np.zeros(3, np.uint32), np.zeros(3, np.int64), Stored(np.zeros(2, np.bool_), 0))
 
 
@@ -186,7 +186,7 @@ def test_a_get_has_the_disk_to_itself_and_takes_over_its_rows() -> None:
         ahead.announce(numbered(0, 3000))
         ahead.announce(numbered(0, 3000, group=1))
         ahead.announce(numbered(8000, 8002))
-        with ahead.giving_way(numbered(2999, 3001)):
+        with ahead.giving_way(numbered(-5, 3001)):
             pass
         assert asked.ids == []
     ended(ahead)
@@ -204,20 +204,62 @@ def test_too_many_batches_are_not_kept() -> None:
     assert asked.ids == list(range(40))
 
 
-def test_an_error_of_the_store_ends_it_and_is_not_heard_of() -> None:
+@pytest.mark.parametrize("error", [CorruptRowError(1, 2, "a test"), MemoryError()])
+def test_an_error_ends_it_until_the_next_time_and_is_not_heard_of(error: Exception) -> None:
     calls = []
 
     def ask(rows: RowIds) -> None:
         calls.append(len(rows))
-        raise CorruptRowError(1, 2, "a test")
+        raise error
 
     ahead = ReadAhead(StoreLock(), ask)
-    with ahead.giving_way(numbered(0, 1)):
-        ahead.announce(numbered(0, 3000))
-        ahead.announce(numbered(0, 3000))
+    for times in (1, 2):
+        with ahead.giving_way(numbered(-1, 0)):
+            ahead.announce(numbered(0, 3000))
+            ahead.announce(numbered(0, 3000))
+        ended(ahead)
+        assert len(calls) == times
+        assert ahead._thread is None and not ahead._left
+
+
+def test_a_get_of_equal_ids_of_another_table_or_of_a_few_rows_takes_nothing_over() -> None:
+    asked = _Asked()
+    ahead = ReadAhead(StoreLock(), asked)
+    with ahead.giving_way(numbered(-1, 0)):
+        ahead.announce(numbered(0, 600))
+        with ahead.giving_way(RowIds(0, np.ones(600, np.uint32), np.arange(600))), ahead.giving_way(numbered(500, 700)):
+            pass
     ended(ahead)
-    assert len(calls) == 1
-    assert ahead._thread is None
+    assert asked.ids == list(range(600))
+
+
+def test_what_is_announced_is_copied() -> None:
+    asked, rows = _Asked(), numbered(0, 600)
+    ahead = ReadAhead(StoreLock(), asked)
+    with ahead.giving_way(numbered(-1, 0)):
+        ahead.announce(rows)
+        rows.ids[:] = -7
+    ended(ahead)
+    assert asked.ids == list(range(600))
+
+
+def test_a_thread_of_a_child_may_get(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path / "s", config=SIZES) as store:
+        table = store.open_table("t", schema_of(8))
+        store.put(rows_of(table, [1]), values(table, 5))
+        store.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                done: list[int | None] = []
+                thread = threading.Thread(target=lambda: done.extend(read(store, table, [1])), daemon=True)
+                thread.start()
+                thread.join(20)
+                code = 0 if done == [5] else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_announcing_changes_nothing(tmp_path: Path) -> None:

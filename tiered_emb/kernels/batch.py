@@ -50,7 +50,7 @@ class Deduper:
     tables that have the same id never meet; any 64-bit id is data. The table grows to at least twice the ids of the
     largest batch seen.
 
-    Not thread-safe: one Deduper belongs to one thread at a time (the planner's).
+    Not thread-safe: one Deduper belongs to one thread at a time.
     """
 
     def __init__(self) -> None:
