@@ -100,7 +100,7 @@ class Engine:
     def forget_threads(self) -> None:
         """As `forks.Forkable.forget_threads`."""
         for group in self.groups.values():
-            group.deduping = threading.Lock()
+            group.forget_threads()
 
     @classmethod
     def open(cls, config: TierConfig, device: torch.device | None) -> Engine:

@@ -23,7 +23,8 @@ back up. Invariants:
 
 Threads: the verbs that plan, move or read rows anywhere belong to whoever holds the engine's road. ``lookup``,
 ``update``, ``weight_gradients`` and ``release`` do not: they touch slots that the caller's plan has pinned, and run
-beside the others, in the one thread that trains. What is unpinned is a message that the next plan reads.
+beside the others, in the thread that trains. What is unpinned is a message that the next plan reads. ``dedupe`` needs
+no road either.
 
 :mod:`tiered_emb.engine` owns budgets and the Store's life.
 
@@ -96,7 +97,7 @@ class TableGroup:
         tiers: top first; one or two.
         cold: the rows that no tier holds.
         moves: what rows move through.
-        deduping: held by whoever dedupes.
+        deduping, updating: held by whoever dedupes; who changes rows that are pinned, or writes such rows back.
         cancels: as `Engine.cancels`.
         top_bytes: budget of the top tier, by name, in which this group has so many slots; for messages.
         make_room: asked before each plan with (missing rows, unique rows, those of them that floors keep); shrinks
@@ -114,7 +115,7 @@ class TableGroup:
         self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
         self._workers = workers
         self.cancels: Cancels = {}
-        self.deduping = threading.Lock()
+        self.forget_threads()
         self._deduper = batch_kernels.Deduper()
         self._update_deduper = batch_kernels.Deduper()  # of the thread that trains, as is the scratch
         self._scratch = Scratch()  # of a batch's positions
@@ -122,6 +123,10 @@ class TableGroup:
         self._plans = self._forwards = 0
         self._unpinned: deque[Unpinned] = deque()
         self._spare: list[BatchArrays] = []
+
+    def forget_threads(self) -> None:
+        """As `forks.Forkable.forget_threads`."""
+        self.deduping, self.updating = threading.Lock(), threading.Lock()
 
     @property
     def top(self) -> Tier:
@@ -223,8 +228,9 @@ class TableGroup:
 
     def update(self, uses: Sequence[Use], rule: RowRule, step: int) -> None:
         """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
-        work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
-        apply_gradients(self.top, work, rule, step, self._workers)
+        with self.updating:
+            work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
+            apply_gradients(self.top, work, rule, step, self._workers)
 
     def release(self, plan: Plan) -> None:
         """Have the plan's slots unpinned before the next plan is made; once."""
@@ -299,7 +305,8 @@ class TableGroup:
 
     def weight_gradients(self, plan: Plan, grad: torch.Tensor) -> torch.Tensor:
         """Gradient (N,) of the per-sample weights, from the rows as they were in the forward pass."""
-        return weight_gradients(self.top, plan, grad, self._scratch, self._workers)
+        with self.updating:
+            return weight_gradients(self.top, plan, grad, self._scratch, self._workers)
 
     def count_missing(self, batch: IdBatch) -> int:
         """Rows of the batch that the top tier does not hold; changes nothing."""
@@ -362,10 +369,12 @@ class TableGroup:
             self._make_room_to_write(len(slots))
         directory, slots = tier.directory, slots[slots < tier.capacity_rows]
         slots = slots[tier.dirty[slots]]  # others may have the rows of a lowered tier that floors keep
-        rows = self.moves.copied(tier, slots)
-        if error := self.cold.write(directory.slot_tables[slots], directory.slot_ids[slots], rows, tier.stored[slots]):
-            raise error
-        tier.dirty[slots], tier.stored[slots] = False, True
+        with self.updating:  # else what changes between the copy and the mark would pass for written
+            rows = self.moves.copied(tier, slots)
+            tables, ids = directory.slot_tables[slots], directory.slot_ids[slots]
+            if error := self.cold.write(tables, ids, rows, tier.stored[slots]):
+                raise error
+            tier.dirty[slots], tier.stored[slots] = False, True
 
     def _make_room_to_write(self, rows: int) -> None:
         """Lower tiers for the Store's growth; if need be let go of what is prepared for later forwards.

@@ -152,8 +152,9 @@ class Prefetch(Generic[Batch]):
             return
         entry.done.clear()
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="tiered-emb-prefetch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=(self._queue,), name="tiered-emb-prefetch", daemon=True)
+            thread.start()
+            self._thread = thread  # once there is something to wait for, should this be interrupted
         self._queue.put(entry)
 
     def _parts(self, batch: Batch) -> list[Part]:

@@ -31,7 +31,7 @@ class PrefetchStats:
         batches: given to the loop.
         prepared: forwards that found their batch prepared, however late.
         unprepared: forwards that found nothing, and prepared their batch themselves.
-        refused: batches that had no room beside others, and were tried again or prepared by their forward.
+        refused: times that a batch had no room beside others, and was tried again or prepared by its forward.
         failed: batches whose preparation met an error, which their forward may have met again.
         stalls: forwards that had to wait for what was prepared for them.
         stall_seconds: how long they waited, by what was at work meanwhile: "hbm", "ddr", "store", or "queue" for

@@ -193,8 +193,9 @@ class TieredTables(nn.Module):
 
     def _answers(self, inputs: Sequence[LookupInput]) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of one forward's look-ups: of what was prepared ahead, else prepared now."""
-        self._updates.drop_failed()
         trains = self.training and torch.is_grad_enabled()
+        if trains:  # in the thread that trains: for any other, a pass may be under way
+            self._updates.drop_failed()
         if trains and self._ahead is not None and (prepared := self._ahead.take(self, inputs)):
             with Uninterrupted():
                 return self._answered(prepared, trains)

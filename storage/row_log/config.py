@@ -76,8 +76,8 @@ class StoreConfig:
         return max(min(_SEGMENT_BYTES, self.write_buffer_bytes // 2), min(max(wide, many), most)) - 16
 
     def shards_for(self, rows: int) -> int:
-        """Index shards for a store of about so many rows: enough that a shard stays small, and that of ten thousand
-        rows hardly one shares its tag with another; few if memory is scarce."""
+        """Index shards for a store of about so many rows: enough that a shard stays small, and that of a thousand
+        rows one or two share their tags with others; few if memory is scarce."""
         if self.index_shards is not None:
             return self.index_shards
         least = 16 if self.write_buffer_bytes < 1 << 20 else 256

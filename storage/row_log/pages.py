@@ -2,7 +2,8 @@
 
 A row whose page is not in memory costs a page fault of about 100 us, one at a time; `MADV_WILLNEED` on all pages of a
 batch puts the reads in flight together. But the call itself costs half a microsecond a page, several times what a row
-costs that is in memory. So it is made only when it pays: `PageAdvisor` asks `mincore` about a sample of the batch's
+costs that is in memory, and pages that were asked for long before they are read may be gone again: large batches are
+asked for in parts. So the call is made only when it pays: `PageAdvisor` asks `mincore` about a sample of the batch's
 pages, and makes the calls if any of those is missing, or if earlier batches had major faults although their samples
 were complete.
 

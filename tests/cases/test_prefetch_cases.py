@@ -680,7 +680,70 @@ def test_a_flush_of_another_thread_does_not_disturb_the_loop(tmp_path: Path) -> 
         stop.set()
         thread.join(60)
         assert failures == []
-        assert (outputs, module.rows(torch.arange(1, 301)).numpy().tobytes()) == expected
+        assert outputs == expected[0]
+    with make(TierConfig(0, "1MiB", tmp_path / "s")) as module:
+        assert module.rows(torch.arange(1, 301)).numpy().tobytes() == expected[1]
+
+
+def test_an_update_beside_a_flush_of_another_thread_is_not_lost(tmp_path: Path) -> None:
+    """It waits for the end of what is being copied, or comes before it."""
+    store = Gate("put")
+    module = make(TierConfig(0, "1MiB", store))
+    module(ids_of(1, 2)).sum().backward()
+    out = module(ids_of(1, 2))
+    store.opened.clear()
+    store.reached.clear()
+    flushing = threading.Thread(target=module.flush)
+    flushing.start()
+    assert store.reached.wait(60)
+    training = threading.Thread(target=lambda: out.sum().backward())
+    training.start()
+    training.join(0.3)  # long enough for an update that waits for nobody
+    store.opened.set()
+    flushing.join(60)
+    training.join(60)
+    expected = module.rows(ids_of(1, 2))
+    module.close()
+    with make(TierConfig(0, "1MiB", store)) as module:
+        assert torch.equal(module.rows(ids_of(1, 2)), expected)
+
+
+def test_a_forward_of_another_thread_leaves_a_pass_alone() -> None:
+    with make(TierConfig(0, "1MiB")) as module:
+        before = module.rows(ids_of(1, 2, 10, 11))
+        first, last = module(ids_of(1, 2)), module(ids_of(10, 11))
+
+        def beside(grad: torch.Tensor) -> torch.Tensor:
+            def look() -> None:
+                with torch.no_grad():
+                    module(ids_of(1))
+
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join(60)
+            return grad
+
+        first.register_hook(beside)  # comes when the gradients of the last one are recorded
+        (first.sum() + last.sum()).backward()
+        assert torch.equal(module.rows(ids_of(1, 2, 10, 11)), before - 1)
+
+
+def test_modules_of_one_store_trained_in_two_threads() -> None:
+    batches = zipf_batches(60)
+
+    def run(threads: bool) -> list[bytes]:
+        tiers = TierConfig(0, "1MiB", MemoryStore())
+        with make(tiers, name="a") as one, make(tiers, name="b") as other:
+            workers = [threading.Thread(target=train, args=(module, batches)) for module in (one, other)]
+            for worker in workers:
+                worker.start()
+                if not threads:
+                    worker.join(60)
+            for worker in workers:
+                worker.join(60)
+            return [module.rows(torch.arange(1, 301)).numpy().tobytes() for module in (one, other)]
+
+    assert run(threads=True) == run(threads=False)
 
 
 def test_a_flush_keeps_what_is_prepared_where_there_is_room() -> None:
