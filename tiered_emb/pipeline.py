@@ -34,7 +34,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self
@@ -162,9 +161,12 @@ class Prefetch(Generic[Batch]):
             return []
         parts = []
         for module, arguments in _arguments(batch if self._ids is None else self._ids(batch), self._modules):
-            with suppress(InvalidBatchError, IdRangeError):  # which the forward will say, in its turn
+            try:
                 if module.training:
                     parts.append(Part(module, module.lookup_inputs(*arguments)))
+            except (InvalidBatchError, IdRangeError) as error:  # the forward says it in its turn, if it gets the same
+                self.stats.failed += 1
+                self.stats.last_failure = str(error)
         return parts
 
     # ---- the forward, by `Ahead`
@@ -196,7 +198,9 @@ class Prefetch(Generic[Batch]):
         self.stats.prepared += prepared
         self.stats.unprepared += not prepared
         self.stats.refused += part.refused
-        self.stats.failed += part.error is not None and not part.refused
+        if part.error is not None and not part.refused:
+            self.stats.failed += 1
+            self.stats.last_failure = f"{type(part.error).__name__}: {part.error}"
 
     def cancel(self, module: int) -> None:
         """As `tiered_emb.tables.Ahead.cancel`."""

@@ -33,6 +33,7 @@ class PrefetchStats:
         unprepared: forwards that found nothing, and prepared their batch themselves.
         refused: times that a batch had no room beside others, and was tried again or prepared by its forward.
         failed: batches whose preparation met an error, which their forward may have met again.
+        last_failure: the last of those errors.
         stalls: forwards that had to wait for what was prepared for them.
         stall_seconds: how long they waited, by what was at work meanwhile: "hbm", "ddr", "store", or "queue" for
             earlier batches.
@@ -43,6 +44,7 @@ class PrefetchStats:
     unprepared: int = 0
     refused: int = 0
     failed: int = 0
+    last_failure: str = ""
     stalls: int = 0
     stall_seconds: dict[str, float] = field(default_factory=dict)
 

@@ -353,6 +353,15 @@ def test_a_bad_batch_is_refused_by_its_forward_and_no_other() -> None:
         assert loop.stats.failed == 1 and pinned(module) == 0
 
 
+def test_ids_that_the_module_does_not_take_are_told_and_change_nothing() -> None:
+    with make() as module:
+        loop = prefetch([ids_of(1), ids_of(2)], module, ids=lambda ids: ids.float())
+        for ids in loop:
+            module(ids).sum().backward()
+        assert (loop.stats.failed, loop.stats.unprepared, loop.stats.prepared) == (2, 2, 0)
+        assert "float32" in loop.stats.last_failure
+
+
 def make_bounded() -> TieredEmbedding:
     return TieredEmbedding(10, 4, tiers=SMALL, optimizer=SGD(1.0), seed=1)
 
@@ -799,6 +808,7 @@ def test_an_error_of_deduplicating_comes_in_the_forward(monkeypatch: pytest.Monk
         module(ids).sum().backward()
         module(next(loop)).sum().backward()
         assert loop.stats.failed == 2 and pinned(module) == 0
+        assert loop.stats.last_failure == "MemoryError: "
 
 
 def test_a_child_forked_while_ids_are_deduplicated_may_look_up() -> None:
