@@ -36,7 +36,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
-from weakref import WeakSet
 
 from storage.errors import (
     CorruptionError,
@@ -72,8 +71,6 @@ from storage.store import (
 __all__ = ["LmdbStore", "StoreConfig"]
 
 Durability = Literal["commit", "snapshot"]
-
-_OPEN_STORES: WeakSet[LmdbStore] = WeakSet()
 
 
 class LmdbStore:
