@@ -68,31 +68,8 @@ def home_address(shards: Any, shift: Any, hash: Any) -> Any:
 
 
 @njit(inline="always")
-def first_match(shards: Any, shift: Any, hash: Any) -> Any:
-    """The first place whose tag is the hash's, 0 if there is none. The row there may be another id's."""
-    shard = hash >> shift
-    capacity = np.uint64(shards[shard, CAPACITY])
-    place = _0
-    if capacity > _0:
-        base = np.uint64(shards[shard, ADDRESS])
-        tag = tag_of(hash)
-        at = (tag * capacity) >> TAG_BITS
-        entry = load64(base + at * _8)
-        while entry != _0:
-            if entry >> PLACE_BITS == tag:
-                place = entry & PLACE_MASK
-                break
-            at += _1
-            if at == capacity:
-                at = _0
-            entry = load64(base + at * _8)
-    return place
-
-
-@njit(inline="always")
-def sole_match(shards: Any, shift: Any, hash: Any) -> Any:
-    """As `first_match`, and 0 too if the tags of several places fit. Of an id that is known to be here it is the place,
-    without a look at the ids stored there."""
+def _match(shards: Any, shift: Any, hash: Any, sole: Any) -> Any:
+    """The first place whose tag is the hash's, 0 if there is none; with `sole` 0 too if there are several."""
     shard = hash >> shift
     capacity = np.uint64(shards[shard, CAPACITY])
     place = _0
@@ -106,11 +83,26 @@ def sole_match(shards: Any, shift: Any, hash: Any) -> Any:
                 if place != _0:
                     return _0
                 place = entry & PLACE_MASK
+                if not sole:
+                    return place
             at += _1
             if at == capacity:
                 at = _0
             entry = load64(base + at * _8)
     return place
+
+
+@njit(inline="always")
+def first_match(shards: Any, shift: Any, hash: Any) -> Any:
+    """The first place whose tag is the hash's, 0 if there is none. The row there may be another id's."""
+    return _match(shards, shift, hash, False)
+
+
+@njit(inline="always")
+def sole_match(shards: Any, shift: Any, hash: Any) -> Any:
+    """The place whose tag is the hash's, 0 if there is none, or several. Of an id that is known to be here it is the
+    place, without a look at the ids stored there."""
+    return _match(shards, shift, hash, True)
 
 
 @njit(inline="always")

@@ -28,7 +28,6 @@ Not here: named snapshots, codecs. What is on disk: docs/formats.md.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,7 +106,7 @@ class LmdbStore:
         self.read_only = read_only
         to_state = durability == "snapshot"
         self._rows_read = self._rows_written = self._bytes_read = 0
-        self._deletions = secrets.randbits(60)  # no claim of an earlier opening fits
+        self._deletions = int.from_bytes(os.urandom(7), "little")  # no claim of an earlier opening fits
         self.config = config or StoreConfig()
         self._session = Session(self.path, self.config, to_state=to_state, read_only=read_only)
         self._read_ahead = ReadAhead(self._session.lock, partial(_ask, self._session))  # not of this: it would never go
@@ -179,7 +178,7 @@ class LmdbStore:
 
     def _get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
         with self._session.reading():
-            group = self._group(rows.group)
+            group = self._session.group(rows.group)
             check_batch(rows, out, group.row_bytes, written=True)
             check_found(rows, found)
             with self._read_ahead.giving_way(rows):
@@ -192,7 +191,7 @@ class LmdbStore:
     def put(self, rows: RowIds, data: RowBytes) -> None:
         """See `Store.put`."""
         with self._session.changing() as writer:
-            group = self._group(rows.group)
+            group = self._session.group(rows.group)
             check_batch(rows, data, group.row_bytes)
             writer.committer.put_bytes += len(rows) * group.row_bytes  # before any of them is committed
             stored = rows.stored
@@ -203,7 +202,7 @@ class LmdbStore:
     def delete(self, rows: RowIds) -> None:
         """See `Store.delete`."""
         with self._session.changing() as writer:
-            group = self._group(rows.group)
+            group = self._session.group(rows.group)
             try:
                 group.bury(rows, partial(self._buffer, writer))
             finally:
@@ -225,7 +224,7 @@ class LmdbStore:
         which = (-1 if table is None else table, first_id, last_id)
         with self._session.scanning() as version:
             with self._session.reading(), self._session.lock:
-                rows = self._group(group)
+                rows = self._session.group(group)
                 slots = rows.segments.slots()
                 numbers = rows.segments.lines[slots, NUMBER]
             for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True):
@@ -327,9 +326,6 @@ class LmdbStore:
 
     # ---- checks
 
-    def _group(self, group: int) -> GroupRows:
-        return _group(self._session, group)
-
     @contextmanager
     def _not_overtaken(self) -> Iterator[None]:
         """Around a block of a scan: in a child it fails if the parent has committed, before or meanwhile."""
@@ -347,13 +343,7 @@ class LmdbStore:
             ) from damage
 
 
-def _group(session: Session, number: int) -> GroupRows:
-    if not 0 <= number < len(session.groups):
-        raise StoreConfigError(f"group {number}: {session.path} has {len(session.groups)} groups; open a table first")
-    return session.groups[number]
-
-
 def _ask(session: Session, rows: RowIds) -> None:
     """Have the disk begin to read rows that are announced."""
     with session.reading():
-        _group(session, rows.group).announce(rows)
+        session.group(rows.group).announce(rows)

@@ -45,7 +45,8 @@ class Stored:
     Attributes:
         rows: bool (N,).
         deletions: `HintedStore.deletions` before the first of these rows was got or put. A store that has deleted rows
-            since then takes no notice.
+            since then takes no notice. It is of the store that is asked: one that hands rows on to another says nothing
+            of what that one has.
     """
 
     rows: Mask

@@ -122,9 +122,7 @@ class HostBudget:
         not do."""
         fixed = self.charged_bytes() + other_bytes
         part = int((self.limit_bytes - fixed - self.limit_bytes // 32) * share)
-        moving = (
-            min(move_bytes(part), part // 9) + schema.row_bytes
-        )  # the group's buffer: at most an eighth of the tier
+        moving = min(move_bytes(part), part // 9) + schema.row_bytes  # the buffer: at most an eighth of the tier
         rows = self._kind.capacity_for(max(0, part - moving), schema.row_bytes)
         if rows < self._shares.least_rows(schema):
             raise self._none_fits(

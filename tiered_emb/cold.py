@@ -73,9 +73,9 @@ class ColdRows:
         if self._hinted is not None and len(ids):
             self._hinted.will_need(RowIds(self._group, tables, ids))
 
-    def rows_were_deleted(self) -> bool:
-        """Whether others have deleted rows in the Store since the last time of asking: what is known to be there is
-        not known any more."""
+    def notice_deletions(self) -> bool:
+        """Whether others have deleted rows in the Store since the last call: what is known to be there is not known any
+        more."""
         if self._hinted is None or self._deletions == self._hinted.deletions:
             return False
         self._deletions = self._hinted.deletions

@@ -71,11 +71,10 @@ from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
 
+Cancels: TypeAlias = dict[int, Callable[[int], None]]
+
 _WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
 _MOST_SPARE = 8  # arrays of batches that are kept for the next ones
-
-
-Cancels: TypeAlias = dict[int, Callable[[int], None]]
 
 
 def cancel_all(cancels: Cancels) -> None:
@@ -281,7 +280,7 @@ class TableGroup:
     def _retry(self) -> None:
         """Hand over what the Store refused; forget what it is known to have if others have deleted rows there."""
         self.cold.retry()
-        if self.cold.rows_were_deleted():
+        if self.cold.notice_deletions():
             for tier in self.tiers:
                 tier.stored[:] = False
 
@@ -381,13 +380,16 @@ class TableGroup:
 
         For want of room in memory nothing is kept from the disk.
         """
-        for let_go in (self.cancels, {}):
-            try:
-                while self.make_room(rows, 0, 0):
-                    pass
-                return
-            except TierCapacityError:
-                cancel_all(let_go)
+        try:
+            self._lower_tiers_for(rows)
+        except TierCapacityError:
+            cancel_all(self.cancels)
+            with suppress(TierCapacityError):
+                self._lower_tiers_for(rows)
+
+    def _lower_tiers_for(self, rows: int) -> None:
+        while self.make_room(rows, 0, 0):
+            pass
 
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
         """Lower a tier's capacity; rows without room leave for the Store, those that floors keep excepted. Raises what

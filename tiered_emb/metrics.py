@@ -73,9 +73,7 @@ class RowCounters:
 
     def add(self, kind: str, tables: NDArray[np.uint32], sign: int = 1) -> None:
         """Count one row for each table number in ``tables``."""
-        if len(self.numbers) == 1:
-            self.counts[COUNTS.index(kind), 0] += sign * len(tables)
-        elif len(tables):
+        if len(tables):
             _count(tables, self.numbers, sign, self.counts[COUNTS.index(kind)])
 
     def total(self, kind: str) -> int:
@@ -92,10 +90,13 @@ class RowCounters:
 @njit(nogil=True, cache=True)
 def _count(tables, numbers, sign, counts):  # type: ignore[no-untyped-def]
     """Rows of a batch come table by table: the table is searched for only where it changes."""
-    at = -1
-    for i in range(len(tables)):
-        if at < 0 or numbers[at] != tables[i]:
-            at = 0
-            while numbers[at] != tables[i]:
-                at += 1
-        counts[at] += sign
+    first = 0
+    while first < len(tables):
+        table, end = tables[first], first + 1
+        while end < len(tables) and tables[end] == table:
+            end += 1
+        at = 0
+        while numbers[at] != table:
+            at += 1
+        counts[at] += sign * (end - first)
+        first = end

@@ -99,7 +99,7 @@ class Prefetch(Generic[Batch]):
         self._ids = ids
         self._lookahead = lookahead
         self._entries: deque[Entry[Any]] = deque()  # of batches that were read; the first may have been given
-        self._given = 0  # how many were: 0 or 1
+        self._given = False  # whether it was
         self._failure: Exception | None = None  # of the loader, raised once the batches before it were given
         self._queue: SimpleQueue[Entry[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -118,12 +118,12 @@ class Prefetch(Generic[Batch]):
         if self._given:
             self._entries[0].let_go(for_good=True)
             self._entries.popleft()
-            self._given = 0
+            self._given = False
         self._read_ahead()
         if not self._entries:
             self.close()
             raise StopIteration if self._failure is None else self._failure
-        self._given = 1
+        self._given = True
         self.stats.batches += 1
         given: Batch = self._entries[0].batch
         return given
@@ -228,7 +228,7 @@ class Prefetch(Generic[Batch]):
     def close(self) -> None:
         """Prepare nothing more, and let go of what is prepared; the loop gets no further batch."""
         self.stop()
-        self._batches, self._given = None, 0
+        self._batches, self._given = None, False
         self._entries.clear()
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from tiered_emb.config import TierConfig
 
 _LEAST_BUFFER_BYTES = 1 << 14  # a Store's write buffer is a sixteenth of the host budget, within these
 _MOST_BUFFER_BYTES = 1 << 24
-_SEGMENT_BYTES = 1 << 19
+_SEGMENT_BYTES = 1 << 19  # twice a Store's own: each costs the thread that puts some 0.1 ms when it is full
 _LARGE_STORE_BYTES = 1 << 50  # of a Store whose segments are as large as they get
 _AMPLE_BYTES = 1 << 36  # of a host budget from which on segments may be as large as suits the Store
 _LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored

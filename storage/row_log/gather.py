@@ -137,14 +137,19 @@ def seek_row(shards: Any, shift: Any, hash: Any, segments: Any, stride: Any, tab
     return position
 
 
+@njit
+def _hashes(tables: Any, ids: Any) -> Any:
+    hashes = np.empty(len(ids), np.uint64)
+    for i in range(len(ids)):
+        hashes[i] = mix(tables[i], ids[i])
+    return hashes
+
+
 @njit(nogil=True, cache=True)
 def find_places(shards: Any, shift: Any, tables: Any, ids: Any, places: Any) -> None:
     """places[i] = first place whose tag fits (tables[i], ids[i]), 0 if there is none."""
     shards = uncounted(shards)
-    n = len(ids)
-    hashes = np.empty(n, np.uint64)
-    for i in range(n):
-        hashes[i] = mix(tables[i], ids[i])
+    n, hashes = len(ids), _hashes(tables, ids)
     for i in range(n):
         prefetch(home_address(shards, shift, hashes[min(i + _INDEX_AHEAD, n - 1)]))
         places[i] = first_match(shards, shift, hashes[i])
@@ -237,10 +242,7 @@ def settle(
 def find_known(shards: Any, shift: Any, tables: Any, ids: Any, known: Any, places: Any, matched: Any) -> None:
     """As `find_places`; matched[i] = whether row i, which is known[i] to be stored, lies there by the index alone."""
     shards = uncounted(shards)
-    n = len(ids)
-    hashes = np.empty(n, np.uint64)
-    for i in range(n):
-        hashes[i] = mix(tables[i], ids[i])
+    n, hashes = len(ids), _hashes(tables, ids)
     for i in range(n):
         ahead = home_address(shards, shift, hashes[min(i + _INDEX_AHEAD, n - 1)])
         prefetch(ahead)

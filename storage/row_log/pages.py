@@ -78,7 +78,7 @@ class PageAdvisor:
     """Decides batch by batch whether to ask for pages; see the module's docstring.
 
     Attributes:
-        batches_asked: batches whose pages were asked for.
+        batches_asked: batches, or parts of one, whose pages were asked for.
     """
 
     def __init__(self) -> None:

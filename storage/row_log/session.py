@@ -25,6 +25,7 @@ from storage.errors import (
     SchemaMismatchError,
     StorageError,
     StoreClosedError,
+    StoreConfigError,
     StoreForkedError,
     StoreMissingError,
     StoreReadOnlyError,
@@ -308,6 +309,16 @@ class Session:
         """Take in tables that the writer has created."""
         self.manifest = load_manifest(self.path)
         self._add_groups()
+
+    def group(self, number: int) -> GroupRows:
+        """A group by its number.
+
+        Raises:
+            StoreConfigError: there is none.
+        """
+        if not 0 <= number < len(self.groups):
+            raise StoreConfigError(f"group {number}: {self.path} has {len(self.groups)} groups; open a table first")
+        return self.groups[number]
 
     def _add_groups(self) -> None:
         """Have a GroupRows for every group of the manifest."""

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from storage import CorruptRowError, LmdbStore, RowIds, StoreConfig, TableRef
 from storage.id_index import tag_of
 from storage.memory_store import MemoryStore
+from storage.row_log import group_rows
+from storage.row_log.gather import match_ids
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.hashing import mix
 from storage.row_log.lock import StoreLock
@@ -121,17 +123,23 @@ def test_stored_ids_of_known_rows_are_not_read(tmp_path: Path, monkeypatch: pyte
         store.put(rows_of(table, ids), values(table, *ids))
         store.flush()
         looked: list[int] = []
+        compared: list[int] = []
 
         def resident(self: PageAdvisor, segments: object, column: int, stride: object, places: np.ndarray) -> bool:
             if column == IDS:
                 looked.append(len(places))
             return True
 
+        def match(segments: object, tables: object, ids: object, places: object, matched: np.ndarray) -> None:
+            compared.append(int((~matched).sum()))
+            match_ids(segments, tables, ids, places, matched)
+
         monkeypatch.setattr(PageAdvisor, "resident", resident)
+        monkeypatch.setattr(group_rows, "match_ids", match)
         store.put(rows_of(table, ids, [True] * 100, store.deletions), values(table, *ids))
-        assert looked == []
+        assert (looked, compared) == ([], [0])
         store.put(rows_of(table, ids, [True] * 99 + [False], store.deletions), values(table, *ids))
-        assert looked == [1]
+        assert (looked, compared) == ([1], [0, 1])
 
 
 def test_what_is_known_is_of_each_row() -> None:
