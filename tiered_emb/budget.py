@@ -1,9 +1,9 @@
 """HostBudget: keeps what the groups of one engine hold in host memory within ``ddr_bytes``.
 
-Charged are, as upper bounds: the slab and Directory of every DDR tier, the Directory of every HBM tier, the buffers
-that rows move through, and the Store's index and buffers. Before a batch is planned, the budget adds what the batch
-will move and what the Store's index may grow by; if the sum does not fit, DDR tiers are lowered until it does, and rows
-without room leave for the Store. Tiers are never raised again: what grew once will be needed again.
+Charged are, as upper bounds: the slab and Directory of every DDR tier, the Directory and staging of every HBM tier, the
+buffers that rows move through, and the Store's index and buffers. Before a batch is planned, the budget adds what the
+batch will move and what the Store's index may grow by; if the sum does not fit, DDR tiers are lowered until it does,
+and rows without room leave for the Store. Tiers are never raised again: what grew once will be needed again.
 
 A slot above the new capacity must not be pinned. A tier that batches are worked on in can therefore be lowered only
 between steps; so while nothing is pinned the budget asks for more than the batch needs (``_CALM``), and further
@@ -300,8 +300,8 @@ class HostBudget:
 
 
 def host_bytes(tier: Tier) -> int:
-    """Host memory of a tier: bookkeeping always, rows where the tier is host memory by name."""
-    return tier.directory_bytes + (tier.slab_bytes if tier.name == "ddr" else 0)
+    """Host memory of a tier: bookkeeping and staging always, rows where the tier is host memory by name."""
+    return tier.directory_bytes + tier.staging_bytes + (tier.slab_bytes if tier.name == "ddr" else 0)
 
 
 def _ddr_bytes(group: TableGroup) -> int:

@@ -48,6 +48,7 @@ from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
 from tiered_emb.shares import Shares, by_number
+from tiered_emb.staging import staging_bytes
 from tiered_emb.stores import bytes_of_groups, open_store, place_of
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.trace import TraceWriter
@@ -261,7 +262,10 @@ class Engine:
             return 0
         rows = {schema: self._shares.hbm_rows(schema) for schema in self._shares.schemas if schema not in self.groups}
         return sum(
-            self._shares.kinds["hbm"].bytes_for(count) + schema.row_bytes + move_bytes(count * schema.row_bytes)
+            self._shares.kinds["hbm"].bytes_for(count)
+            + staging_bytes(self.device, count, schema.row_bytes // 4)
+            + schema.row_bytes
+            + move_bytes(count * schema.row_bytes)
             for schema, count in rows.items()
         )
 

@@ -221,13 +221,14 @@ class TableGroup:
 
     def lookup(self, plan: Plan) -> torch.Tensor:
         """The pooled rows (B, D) of a committed plan, on the top tier's device."""
-        pooled = pool_rows(self.top, self.top.slab.weight, plan.slots, plan.batch, self._workers)
+        with self.top.working():
+            pooled = pool_rows(self.top, self.top.slab.weight, plan.slots, plan.batch, self._workers)
         plan.arg = pooled.winners
         return pooled.out
 
     def update(self, uses: Sequence[Use], rule: RowRule, step: int) -> None:
         """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
-        with self.updating:
+        with self.updating, self.top.working():
             work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
             apply_gradients(self.top, work, rule, step, self._workers)
 
@@ -304,7 +305,7 @@ class TableGroup:
 
     def weight_gradients(self, plan: Plan, grad: torch.Tensor) -> torch.Tensor:
         """Gradient (N,) of the per-sample weights, from the rows as they were in the forward pass."""
-        with self.updating:
+        with self.updating, self.top.working():
             return weight_gradients(self.top, plan, grad, self._scratch, self._workers)
 
     def count_missing(self, batch: IdBatch) -> int:
@@ -335,7 +336,8 @@ class TableGroup:
         """The pooled rows (B, D) without a trace: nothing admitted, no policy, counter or pin changed."""
         slots = np.empty(len(batch.ids), np.int32)
         if self.top.directory.find(batch.tables, batch.ids, slots) == len(slots):
-            return pool_rows(self.top, self.top.slab.weight, slots, batch, self._workers).out
+            with self.top.working():
+                return pool_rows(self.top, self.top.slab.weight, slots, batch, self._workers).out
         rows = self.read_rows(batch.tables, batch.ids)
         weight = torch.from_numpy(np.ascontiguousarray(rows[:, : self.dim])).to(self.top.slab.device)
         return pool_rows(self.top, weight, np.arange(len(rows), dtype=np.int32), batch, self._workers).out

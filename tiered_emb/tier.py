@@ -13,7 +13,9 @@ Shapes: S slots, D dimension, K state width, N rows.
 from __future__ import annotations
 
 import mmap
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,10 @@ from tiered_emb.cache.admission import admission_bytes, rule_of
 from tiered_emb.cache.sizes import most_rows
 from tiered_emb.metrics import RowCounters
 from tiered_emb.plan import Ids, Rows, Slots, TableNumbers, Victims
+from tiered_emb.staging import staging_bytes, staging_for
 
 FLOAT_BYTES = 4
+_NOTHING_BESIDE: AbstractContextManager[None] = nullcontext()
 
 
 class Slab:
@@ -109,6 +113,7 @@ class Tier:
         self.directory = directory
         self.slab = slab
         self.kernels = kernels.for_device(slab.device)
+        self._staging = staging_for(slab.weight, slab.state)
         self.dirty: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
         self.stored: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
         self.counters = RowCounters()
@@ -128,6 +133,15 @@ class Tier:
         """Device memory of the rows."""
         return self.capacity_rows * row_bytes(self.slab)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that rows on their way to the slab's device take."""
+        return staging_bytes(self.slab.device, self.slab.weight.shape[0], row_bytes(self.slab) // FLOAT_BYTES)
+
+    def working(self) -> AbstractContextManager[None]:
+        """For work on the slab in the caller's stream: after rows that moved before, before those that move later."""
+        return _NOTHING_BESIDE if self._staging is None else self._staging.working()
+
     def on_device(self, array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """``array`` where the slab is; itself if that is the host."""
         tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
@@ -135,18 +149,19 @@ class Tier:
 
     def read(self, slots: Slots, out: Rows) -> None:
         """Copy the rows of ``slots`` (N,) to ``out`` (N, D + K)."""
-        slab, host = self.slab, torch.from_numpy(out)
-        if len(slots):
-            rows = host if slab.device.type == "cpu" else torch.empty_like(host, device=slab.device)
-            self.kernels.read_rows(slab.weight, slab.state, self.on_device(slots), rows)
-            if rows is not host:
-                host.copy_(rows)
+        slab = self.slab
+        if self._staging is not None:
+            self._staging.read(slots, out, partial(self.kernels.read_rows, slab.weight, slab.state))
+        elif len(slots):
+            self.kernels.read_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(out))
 
     def write(self, slots: Slots, rows: Rows) -> None:
         """Copy ``rows`` (N, D + K) to ``slots`` (N,)."""
         slab = self.slab
-        if len(slots):
-            self.kernels.write_rows(slab.weight, slab.state, self.on_device(slots), self.on_device(rows))
+        if self._staging is not None:
+            self._staging.write(slots, rows, partial(self.kernels.write_rows, slab.weight, slab.state))
+        elif len(slots):
+            self.kernels.write_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(rows))
 
     def admit(self, tables: TableNumbers, ids: Ids, counts: NDArray[np.int32], slots: Slots) -> Victims:
         """Give each absent row (N,) a slot, written to ``slots`` (N,), clean and not known to be stored; the rows that
