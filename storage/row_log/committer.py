@@ -6,6 +6,9 @@ or by a later one, once no reader in this process can still be in it. A state th
 whatever transaction was the last one that reached the disk, opening finds that state. With durability "commit" the
 committer makes a state of its own when dead segments wait for one; it keeps the note of the last flush.
 
+A named snapshot keeps a state: the segments that were needed at it stay for as long as its record is there, or a view
+of it is open (`GroupRows.pinned`). Going back to one deletes all other segments, in one transaction.
+
 Numbers: segments are numbered as they are opened, those of moved rows as they are sealed, one counter a store. A row's
 epoch is the number of the segment it was first written in, so epochs order all changes of a store; a state's epoch is
 the last number given out.
@@ -18,9 +21,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from uuid import UUID
+
+import numpy as np
+from numpy.typing import NDArray
 
 from storage.errors import StorageError, StoreFullError, StoreIOError
 from storage.row_log.commits import Totals
@@ -32,7 +40,9 @@ from storage.row_log.parts import Parts
 from storage.row_log.places import COUNT, NUMBER
 from storage.row_log.recovery import LAST_EPOCH, open_log
 from storage.row_log.segment import SegmentHeader, is_whole_at, read_header
+from storage.row_log.snapshots import Origin, SnapshotRecord
 from storage.row_log.state import State
+from storage.row_log.undo import check_whole, go_back
 from storage.row_log.write_buffer import WriteBuffer
 
 _DEAD_BYTES = 4 << 20  # for which a store with durability "commit" makes a state of its own
@@ -43,13 +53,35 @@ _GRACE_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What somebody waits for a commit to make.
+
+    Attributes:
+        note: of a complete state of all rows there are; None = no state.
+        name: of a snapshot of that state; None = none.
+        origin: of its rows, if another store's.
+        drops: snapshots that go.
+    """
+
+    note: bytes | None = None
+    name: str | None = None
+    origin: Origin | None = None
+    drops: tuple[str, ...] = ()
+
+
+_NOTHING_WANTED = Wanted()
+
+
+@dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one commit takes along: sealed segments, dead ones, a state."""
+    """What one commit takes along: sealed segments, dead ones, a state, a snapshot of it; and snapshots that go."""
 
     sealed: list[tuple[GroupRows, WriteBuffer, memoryview]]
     dead: list[tuple[GroupRows, int]]
     state: State | None
     totals: Totals
+    snapshot: SnapshotRecord | None = None
+    drops: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -78,6 +110,7 @@ class Committer:
 
     Attributes:
         state: the last complete state.
+        snapshots: by name, oldest first.
         uncovered: whether segments were committed that no state covers.
         commits, bytes_written: since the store was opened.
         put_bytes: of rows put since then; the store counts them.
@@ -90,9 +123,11 @@ class Committer:
         self._uncovered_bytes = 0
         self.uncovered = False
         self._dead: list[_Dead] = []
+        self._viewed: list[SnapshotRecord] = []  # by views that are open
         self._indexed = False  # the index file is that of the log as it is
         with parts.log.reading() as txn:
             self.state = parts.log.state(txn)
+            self.snapshots = {snapshot.name: snapshot for snapshot in parts.log.snapshots(txn)}
             self._next_number = max(self.state.epoch, parts.log.last_number(txn)) + 1
             last = parts.log.last_commit(txn)
         self._last_totals = Totals() if last is None else last.totals
@@ -107,6 +142,7 @@ class Committer:
         if later:  # the state covers their numbers from now on, so that no segment gets one of them again
             self.state = replace(self.state, epoch=self._next_number - 1)
             self._commit_changes(Commit(deletes=tuple(later), state=self.state, went_back=True))
+        self._pin()
 
     def take_number(self) -> int:
         """A number for a segment that is begun. Requires: the lock."""
@@ -114,19 +150,19 @@ class Committer:
         self._next_number += 1
         return number
 
-    def commit(self, note: bytes | None = None) -> None:
+    def commit(self, wanted: Wanted = _NOTHING_WANTED) -> None:
         """Make all sealed segments durable, then publish where they are.
 
         Args:
-            note: makes a complete state of all rows there are, with this note.
+            wanted: beside that.
 
         Raises:
             StoreFullError: no room; call again once there is.
             StoreIOError, CorruptSegmentError: the disk cannot be believed any more.
         """
         with self._of.lock:
-            batch = self._take_batch(note)
-        if not (batch.sealed or batch.dead or batch.state):
+            batch = self._take_batch(wanted)
+        if not (batch.sealed or batch.dead or batch.state or batch.drops):
             return
         try:
             self._write(batch)
@@ -138,7 +174,9 @@ class Committer:
     def _write(self, batch: _Batch) -> None:
         segments = tuple((buffer.number, image) for _, buffer, image in batch.sealed)
         deletes = tuple(int(group.segments.lines[slot, NUMBER]) for group, slot in batch.dead)
-        self._commit_changes(Commit(segments, deletes, batch.state, batch.totals))
+        made = () if batch.snapshot is None else (batch.snapshot,)
+        changes = Commit(segments, deletes, batch.state, batch.totals, drops=batch.drops, snapshots=made)
+        self._commit_changes(changes)
         committed = self._read_back(batch)
         with self._of.lock:
             self._publish(batch, committed)
@@ -156,8 +194,9 @@ class Committer:
             (self._of.path / INDEX_NAME).unlink(missing_ok=True)
         self._of.log.commit(changes)
 
-    def _take_batch(self, note: bytes | None) -> _Batch:
+    def _take_batch(self, wanted: Wanted) -> _Batch:
         """What is sealed, and a state if one is wanted; all of it at one instant, so that the state lacks nothing."""
+        note = wanted.note
         if note is None and self._needs_state():
             note = self.state.note
         state = None if note is None else self._seal_state(note)
@@ -165,7 +204,76 @@ class Committer:
             self._retire_dead(state.number)
         dead = self._deletable(self.state.number if state is None else state.number)
         sealed = [(group, *one) for group in self._of.groups for one in group.sealed]
-        return _Batch(sealed, dead, state, self._totals(sealed))
+        snapshot = None
+        if state is not None and wanted.name is not None:
+            snapshot = self._snapshot(wanted.name, state, wanted.origin)
+        return _Batch(sealed, dead, state, self._totals(sealed), snapshot, wanted.drops)
+
+    def _snapshot(self, name: str, state: State, origin: Origin | None) -> SnapshotRecord:
+        """The record of a state that is about to be committed."""
+        groups = self._of.groups
+        segments = np.concatenate([np.zeros(0, np.int64), *(group.needed_numbers() for group in groups)])
+        rows = sum(group.index.rows for group in groups)
+        live_bytes = sum(group.index.rows * group.row_bytes for group in groups)
+        own = Origin(UUID(bytes=self._of.store), state.number)
+        now = time.time_ns() // 1000
+        return SnapshotRecord(name, state, origin or own, now, rows, live_bytes, np.sort(segments))
+
+    def _pin(self) -> None:
+        """Have all segments stay that a snapshot or a view of one holds. Requires: the lock."""
+        numbers = self._held([*self.snapshots.values(), *self._viewed])
+        for group in self._of.groups:
+            group.pin(numbers)
+
+    def _held(self, snapshots: Iterable[SnapshotRecord]) -> NDArray[np.int64]:
+        """Numbers of the segments that snapshots hold between them, ascending."""
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *(one.segments for one in snapshots)]))
+
+    def view(self, record: SnapshotRecord) -> None:
+        """Have the segments of a snapshot stay until `end_view`, whatever becomes of it. Requires: the lock."""
+        self._viewed.append(record)
+        self._pin()
+
+    def end_view(self, record: SnapshotRecord) -> None:
+        """See `view`."""
+        self._viewed = [one for one in self._viewed if one is not record]
+        self._pin()
+
+    def viewed_after(self, state: int) -> list[str]:
+        """Names of snapshots later than a state, by its number, that open views read."""
+        return [one.name for one in self._viewed if one.state.number > state]
+
+    def rollback(self, name: str, drops: Collection[str]) -> None:
+        """Go back to a snapshot: all else goes, put since then or not yet committed; `drops` are the later snapshots.
+
+        Requires: nobody waits for anything else; scans are over.
+
+        Raises:
+            StoreFullError: no room; nothing has changed.
+            StoreIOError, CorruptSegmentError: as `commit`.
+        """
+        with self._of.lock:
+            self._of.lock.wait_for(lambda: not self._of.pins.held)
+            record = self.snapshots[name]
+            stay = [one for one in self.snapshots.values() if one.name not in drops]
+            kept = self._held([*stay, *self._viewed])
+            for group in self._of.groups:
+                check_whole(group, kept)
+            with self._of.log.reading() as txn:
+                others = np.setdiff1d(self._of.log.numbers(txn), kept).tolist()
+            state = State(self.state.number + 1, self._next_number - 1, record.state.note)
+            totals = replace(self._totals([]), live_rows=record.rows, live_bytes=record.live_bytes)
+            gone = Commit(deletes=tuple(others), state=state, drops=tuple(drops), totals=totals, went_back=True)
+            self._commit_changes(gone)
+            for group in self._of.groups:
+                go_back(group, kept)
+            for drop in drops:
+                del self.snapshots[drop]
+            self._dead.clear()
+            self.state, self.uncovered, self._uncovered_bytes, self._last_totals = state, False, 0, totals
+            self.commits += 1
+            self._pin()
+            self._of.lock.notify_all()
 
     def _deletable(self, number: int) -> list[tuple[GroupRows, int]]:
         """Dead segments that a commit at state `number` deletes.
@@ -213,12 +321,12 @@ class Committer:
             in_use = sum(group.bytes_in_use()[0] for group in self._of.groups)
             if self._uncovered_bytes * _UNCOVERED_SHARE > in_use:
                 return True
-        return sum(group.bytes_of(group.dead_slots()) for group in self._of.groups) > _DEAD_BYTES
+        return sum(group.bytes_of(group.deletable_slots()) for group in self._of.groups) > _DEAD_BYTES
 
     def _retire_dead(self, number: int) -> None:
         """Have what no longer is needed at a state deleted, as soon as no reader can be in it."""
         for group in self._of.groups:
-            for slot in group.dead_slots():
+            for slot in group.deletable_slots():
                 group.dying.add(slot)
                 self._of.pins.retire(partial(self._bury, number, group, slot))
 
@@ -248,6 +356,12 @@ class Committer:
         self._dead = [one for one in self._dead if (id(one.group), one.slot) not in gone]
         if batch.state is not None:
             self.state = batch.state
+        for name in batch.drops:
+            del self.snapshots[name]
+        if batch.snapshot is not None:
+            self.snapshots[batch.snapshot.name] = batch.snapshot
+        if batch.snapshot is not None or batch.drops:
+            self._pin()
         highest = max((buffer.number for _, buffer, _ in batch.sealed), default=0)
         self.uncovered = highest > self.state.epoch or (batch.state is None and self.uncovered)
         self._count(batch)

@@ -254,6 +254,11 @@ class Compactor:
                 lines[slot, COUNT] = (lines[slot, COUNT] & 0xFFFFFFFF) | count_tombstones(lines, slot) << 32
         self._reached.clear()
 
+    def start_over(self) -> None:
+        """The store went back to a snapshot: nothing that was begun goes on."""
+        self._reached.clear()
+        self._sweep, self._swept = None, 0
+
     def _verify(self, victim: Victim) -> NDArray[np.bool_] | None:
         """Which rows of a segment are damaged, with all its pages read; None if its ids cannot be believed."""
         group, slot, lines = victim.group, victim.slot, victim.group.segments.lines

@@ -102,6 +102,7 @@ class GroupRows:
         spare: buffers of committed segments, for the next ones.
         buffered_bytes: host memory of all buffers, also of those that a reader still holds.
         dying: slots that will be deleted.
+        pinned: int64 (n,), slots of segments that snapshots hold, ascending: they stay, needed now or not.
         moved_from: slots of segments whose rows are in `moving`, and on disk in those segments alone.
     """
 
@@ -126,6 +127,7 @@ class GroupRows:
         self.sealed: list[tuple[WriteBuffer, memoryview]] = []
         self.buffered_bytes = 0
         self.dying: set[int] = set()
+        self.pinned: NDArray[np.int64] = np.zeros(0, np.int64)
         self.moved_from: set[int] = set()
         self.tables: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self.stride = stride_of(row_bytes)
@@ -364,6 +366,15 @@ class GroupRows:
             self.segments.give_back(buffer.slot)
             self.buffered_bytes -= buffer.bytes
 
+    def drop_buffers(self) -> None:
+        """Forget segments that are not committed; whoever asks gives their slots back."""
+        gone = [buffer for buffer, _ in self.sealed] + [one for one in (self.open, self.moving) if one is not None]
+        self.buffered_bytes -= sum(buffer.bytes for buffer in gone)
+        self.open = self.moving = None
+        self.sealed.clear()
+        self.moved_from.clear()
+        self.dying.clear()
+
     @property
     def moved_share(self) -> float:
         """The share of the group's bytes that segments take of which rows are being moved."""
@@ -388,6 +399,7 @@ class GroupRows:
         """Drop all rows and segments, to replay them from the start; who still reads has the old ones."""
         self.index = IdIndex(len(self.index.table))
         self.segments = SegmentTable()
+        self.pinned = np.zeros(0, np.int64)
         self.seen_epoch = 0
 
     def live_block(self, slot: int, start: int, which: IdRange) -> tuple[int, tuple[RowIds, RowBytes] | None]:
@@ -411,19 +423,40 @@ class GroupRows:
         return at, (RowIds(self.group, tables[:n], ids[:n]), out)
 
     def dead_slots(self) -> list[int]:
-        """Committed segments of which nothing is needed: no live row, no tombstone that still hides an older row.
+        """Committed segments of which nothing is needed now: no live row, no tombstone that still hides an older row.
 
-        That is for a state which comes with all sealed segments: rows may have been moved to them.
+        That is for a state which comes with all sealed segments: rows may have been moved to them. Snapshots may hold
+        some of them (`pinned`); what tombstones hide there is hidden still, and tombstones that are held are needed.
         """
         lines = self.segments.lines
         idle = np.empty(len(lines), np.int64)
         idle = idle[: idle_slots(lines, marked(lines, self.dying | self.moved_from | self.slots_in_memory()), idle)]
         idle = idle[np.argsort(lines[idle, NUMBER])]
         hiding = lines[idle, COUNT] >> 32 > 0
-        dead: list[int] = idle[~hiding].tolist()
-        return dead + self._without_older(idle[hiding], dead) if hiding.any() else dead
+        dead, free_hiding = idle[~hiding], np.setdiff1d(idle[hiding], self.pinned)
+        found: list[int] = dead.tolist()
+        if len(free_hiding):
+            oldest_first = free_hiding[np.argsort(lines[free_hiding, NUMBER])]
+            found += self._without_older(oldest_first, np.setdiff1d(dead, self.pinned))
+        return found
 
-    def _without_older(self, hiding: NDArray[np.int64], dead: list[int]) -> list[int]:
+    def deletable_slots(self) -> list[int]:
+        """Those of the dead ones that no snapshot holds."""
+        dead = np.array(self.dead_slots(), np.int64)
+        left: list[int] = dead[~np.isin(dead, self.pinned)].tolist()
+        return left
+
+    def needed_numbers(self) -> NDArray[np.int64]:
+        """Numbers of the segments, ascending, that a state consists of which comes with all sealed segments."""
+        lines, filling = self.segments.lines, [buffer.slot for buffer in (self.open, self.moving) if buffer is not None]
+        slots = np.setdiff1d(np.flatnonzero(lines[:, NUMBER]), [*self.dying, *self.dead_slots(), *filling])
+        return np.sort(lines[slots, NUMBER])
+
+    def pin(self, numbers: NDArray[np.int64]) -> None:
+        """Have snapshots hold the segments that are among `numbers`, and no others."""
+        self.pinned = np.flatnonzero(np.isin(self.segments.lines[:, NUMBER], numbers[numbers > 0]))
+
+    def _without_older(self, hiding: NDArray[np.int64], dead: NDArray[np.int64]) -> list[int]:
         """Those segments of tombstones, oldest first, that began before the oldest row of all that are not dead."""
         lines, gone = self.segments.lines, 0
         others = np.setdiff1d(self.segments.slots(), dead)

@@ -40,10 +40,15 @@ def place_of_value(key: memoryview, page_bytes: int, pages: int) -> tuple[int, i
     return first + page * page_bytes + PAGE_HEADER_BYTES, size
 
 
-def check_run(key: memoryview, page_bytes: int, pages: int) -> None:
+def is_large(key: memoryview, value: memoryview, page_bytes: int) -> bool:
+    """Whether LMDB keeps such a value on pages of its own."""
+    return int(_NODE_BYTES) + len(key) + len(value) > (page_bytes - PAGE_HEADER_BYTES) // 2 - 2
+
+
+def check_run(key: memoryview, page_bytes: int, pages: int, what: str) -> None:
     """Check the header in front of the value stored under a key, which LMDB believes when it frees the value's pages.
 
-    Arguments as of `place_of_value`.
+    Arguments as of `place_of_value`; `what` it is, for messages.
 
     Raises:
         CorruptSegmentError: as `place_of_value`, or the header is another one.
@@ -52,8 +57,8 @@ def check_run(key: memoryview, page_bytes: int, pages: int) -> None:
     header = ctypes.string_at(first + page * page_bytes, PAGE_HEADER_BYTES)
     if not run_begins(header, page, (PAGE_HEADER_BYTES - 1 + size) // page_bytes + 1):
         raise CorruptSegmentError(
-            f"page {page} of data.mdb, the first of segment {int.from_bytes(key, 'big')}, has a damaged header: "
-            "the segment cannot be deleted; restore the file from a copy"
+            f"page {page} of data.mdb, the first of {what}, has a damaged header: "
+            "it cannot be deleted; restore the file from a copy"
         )
 
 

@@ -1,13 +1,13 @@
 """RowLog: segments, the state and records of commits in one LMDB environment. The only file that opens LMDB.
 
 Three databases: `segments` (segment number, 8 bytes big endian -> segment), `states` (b"store" -> uuid, b"head" ->
-`State`, b"closed" -> the token of a clean close) and `commits` (commit number, 8 bytes big endian -> `CommitRecord`),
-which a store of earlier programs lacks until the next writer opens it.
+`State`, b"closed" -> the token of a clean close, b"snapshot:" and a name -> `SnapshotRecord`) and `commits` (commit
+number, 8 bytes big endian -> `CommitRecord`), which a store of earlier programs lacks until the next writer opens it.
 
 Invariants:
 
-- One commit is one transaction: some new segments, some dead ones deleted, perhaps a new state, and the record of all
-  that; all of it or nothing.
+- One commit is one transaction: some new segments, some dead ones deleted, perhaps a new state, snapshots that come or
+  go, and the record of all that; all of it or nothing.
 - A segment takes pages of its own (LMDB's overflow pages), so its address stays as long as it lives.
 - Never `writemap` or `map_async`; `readahead=False`, since rows are read at random; every commit is synced. With
   durability "snapshot" the sync of LMDB's meta page is left to the next commit, except at a flush.
@@ -40,10 +40,11 @@ from storage.errors import CorruptSegmentError, NotAStoreError, StorageError, St
 from storage.row_log.commits import CommitRecord, Totals, commit_key, thinned, walk
 from storage.row_log.lmdb_check import check_meta_pages, check_pages
 from storage.row_log.lmdb_errors import has_no_room, has_readers, oldest_reader, translate
-from storage.row_log.lmdb_pages import check_run, place_of_value
+from storage.row_log.lmdb_pages import check_run, is_large, place_of_value
 from storage.row_log.manifest import DATA_NAME, LOCK_NAME
 from storage.row_log.owner import DataFileShare
 from storage.row_log.raw import bytes_at
+from storage.row_log.snapshots import KEY, SnapshotRecord, key_of
 from storage.row_log.state import State
 
 _CHECKS = 1000  # begun beside a live writer until one is not overtaken by two of its commits
@@ -64,6 +65,8 @@ class Commit:
         totals: what the record of this commit says; None = as the one before.
         token: 16 bytes that stay until the next commit and tell that nothing was committed since.
         went_back: whether the deleted segments are what came after a state, so that older rows count again.
+        drops: names of snapshots that go, before those of `snapshots` come.
+        snapshots: records to keep.
     """
 
     segments: tuple[tuple[int, memoryview], ...] = ()
@@ -72,6 +75,8 @@ class Commit:
     totals: Totals | None = None
     token: bytes | None = None
     went_back: bool = False
+    drops: tuple[str, ...] = ()
+    snapshots: tuple[SnapshotRecord, ...] = ()
 
 
 class RowLog:
@@ -232,6 +237,27 @@ class RowLog:
         record = txn.get(b"head", db=self._states)
         return State.unpack(None if record is None else bytes(record), self._where)
 
+    def snapshots(self, txn: Any) -> list[SnapshotRecord]:
+        """All named snapshots, oldest first."""
+        found, cursor = [], txn.cursor(db=self._states)
+        if cursor.set_range(KEY):
+            for key, record in cursor.iternext():
+                if not bytes(key).startswith(KEY):
+                    break
+                found.append(SnapshotRecord.unpack(self._name_of(bytes(key)), bytes(record), self._where))
+        return sorted(found, key=lambda one: (one.state.number, one.time_us, one.name))
+
+    def snapshot(self, txn: Any, name: str) -> SnapshotRecord | None:
+        """The snapshot of a name, if there is one."""
+        record = txn.get(key_of(name), db=self._states)
+        return None if record is None else SnapshotRecord.unpack(name, bytes(record), self._where)
+
+    def _name_of(self, key: bytes) -> str:
+        try:
+            return key[len(KEY) :].decode()
+        except UnicodeDecodeError as error:
+            raise CorruptSegmentError(f"{self._where} has a snapshot under the key {key!r}: it is damaged") from error
+
     def numbers(self, txn: Any) -> NDArray[np.int64]:
         """Numbers of all segments, ascending."""
         cursor = txn.cursor(db=self._segments)
@@ -342,9 +368,10 @@ class RowLog:
             StoreFullError, StoreIOError, CorruptSegmentError: as the module's docstring says.
         """
         self._check_present()
-        self._check_runs(what.deletes)
+        self._check_runs(what)
         self._env.reader_check()  # a reader killed in the middle of a verb would keep every page from here on
         needed = _TREE_BYTES + sum(len(segment) for _, segment in what.segments)
+        needed += sum(8 * len(snapshot.segments) for snapshot in what.snapshots)
         with self._translated("written", needed), self._env.begin(write=True) as txn:
             for number, segment in what.segments:
                 txn.put(number.to_bytes(8, "big"), segment, db=self._segments)
@@ -352,23 +379,33 @@ class RowLog:
                 txn.delete(number.to_bytes(8, "big"), db=self._segments)
             if what.state is not None:
                 txn.put(b"head", what.state.pack(), db=self._states)
+            for name in what.drops:
+                txn.delete(key_of(name), db=self._states)
+            for snapshot in what.snapshots:
+                txn.put(key_of(snapshot.name), snapshot.pack(), db=self._states)
             if what.token is not None:
                 txn.put(b"closed", what.token, db=self._states)
             else:
                 txn.delete(b"closed", db=self._states)
             self._record(txn, what)
-        if what.state is not None and not self._sync_meta:
+        if (what.state or what.snapshots or what.drops) and not self._sync_meta:
             with self._translated("synced"):
                 self._env.sync(True)
 
-    def _check_runs(self, numbers: tuple[int, ...]) -> None:
+    def _check_runs(self, what: Commit) -> None:
         """LMDB frees the pages that the header in front of a value names, whichever they are."""
-        if numbers:
-            with self.reading() as txn:
-                cursor, pages = txn.cursor(db=self._segments), self._env.info()["last_pgno"] + 1
-                for number in numbers:
-                    if cursor.set_key(commit_key(number)):
-                        check_run(cursor.key(), self.page_bytes, pages)
+        names = [*what.drops, *(snapshot.name for snapshot in what.snapshots)]
+        if not what.deletes and not names:
+            return
+        with self.reading() as txn:
+            cursor, pages = txn.cursor(db=self._segments), self._env.info()["last_pgno"] + 1
+            for number in what.deletes:
+                if cursor.set_key(commit_key(number)):
+                    check_run(cursor.key(), self.page_bytes, pages, f"segment {number}")
+            cursor = txn.cursor(db=self._states)
+            for name in names:
+                if cursor.set_key(key_of(name)) and is_large(cursor.key(), cursor.value(), self.page_bytes):
+                    check_run(cursor.key(), self.page_bytes, pages, f"the record of snapshot {name!r}")
 
     def _record(self, txn: Any, what: Commit) -> None:
         """Write what a commit changes into its record, and let go of the record whose turn it is."""

@@ -76,10 +76,10 @@ class Reader:
         self._later: list[int] = []  # segments that no state covers yet
 
     @contextmanager
-    def view(self) -> Iterator[None]:
-        """Catch up; rows may be read until the block ends."""
+    def view(self, follow: bool = True) -> Iterator[None]:
+        """Catch up, if that is wanted; rows may be read until the block ends."""
         with self._of.log.reading() as txn:
-            if not self._holds and self._of.log.transaction(txn) != self._seen:
+            if follow and not self._holds and self._of.log.transaction(txn) != self._seen:
                 self._follow(txn)
             yield
 

@@ -79,7 +79,7 @@ def replay_log(
             group.forget()
     later: list[int] = []
     try:
-        for group, header, address in _verified(segments, groups, store, where):
+        for group, header, address in verified(segments, groups, store, where):
             if header.first_epoch > last_epoch:
                 later.append(header.number)
             else:
@@ -117,7 +117,7 @@ def replay_segments(
     segments = {number: log.segment(txn, number) for number in numbers}
     later: list[int] = []
     fresh: list[list[tuple[SegmentHeader, int]]] = [[] for _ in groups]
-    for _, header, address in _verified(segments, groups, store, where):
+    for _, header, address in verified(segments, groups, store, where):
         if header.first_epoch > last_epoch:
             later.append(header.number)
         else:
@@ -130,15 +130,36 @@ def replay_segments(
     return later
 
 
-def replay_slots(group: GroupRows, slots: NDArray[np.int64], last_epoch: int, known_epoch: int = _NOTHING_SEEN) -> None:
+def replay_slots(
+    group: GroupRows,
+    slots: NDArray[np.int64],
+    last_epoch: int,
+    known_epoch: int = _NOTHING_SEEN,
+    marks: NDArray[np.uint64] | None = None,
+) -> None:
     """Take the rows of adopted segments into the index of their group, then bury their tombstones.
 
     Args:
         slots: (N,), in any order.
         last_epoch, known_epoch: as `storage.row_log.replay.replay`. Where something is known already, the segments in
             question were adopted some time ago, so their ids may be damaged by now: then checksums are asked too.
+        marks: of which rows, as `replay`; None = of all.
     """
-    stride = None if known_epoch == _NOTHING_SEEN else np.uint64(group.stride)
+    take_rows(group, slots, last_epoch, known_epoch, marks)
+    index, lines = group.index, group.segments.lines
+    for slot in slots[lines[slots, COUNT] >> 32 > 0].tolist():
+        bury(index.table, index.shift, lines, slot)
+
+
+def take_rows(
+    group: GroupRows,
+    slots: NDArray[np.int64],
+    last_epoch: int,
+    known_epoch: int = _NOTHING_SEEN,
+    marks: NDArray[np.uint64] | None = None,
+) -> None:
+    """As `replay_slots`, with tombstones left in the index."""
+    stride = None if known_epoch == _NOTHING_SEEN and marks is None else np.uint64(group.stride)
     index, lines = group.index, group.segments.lines
     parts = _parts_of(len(slots), len(index.table))
     part_bits = np.uint64((len(index.table) // parts).bit_length() - 1)
@@ -161,6 +182,7 @@ def replay_slots(group: GroupRows, slots: NDArray[np.int64], last_epoch: int, kn
                     at,
                     np.uint64(part),
                     part_bits,
+                    marks,
                     live[part],
                 )
                 if status == SHARD_FULL:
@@ -168,8 +190,6 @@ def replay_slots(group: GroupRows, slots: NDArray[np.int64], last_epoch: int, kn
 
     for_each_block(replay_part, range(parts), parts)
     lines[:, LIVE] += live.sum(axis=0)
-    for slot in slots[lines[slots, COUNT] >> 32 > 0].tolist():
-        bury(index.table, index.shift, lines, slot)
 
 
 def _parts_of(segments: int, shards: int) -> int:
@@ -179,7 +199,7 @@ def _parts_of(segments: int, shards: int) -> int:
     return min(1 << (usable_threads().bit_length() - 1), shards)
 
 
-def _verified(
+def verified(
     segments: dict[int, NDArray[np.uint8]], groups: list[GroupRows], store: bytes, where: str
 ) -> Iterator[tuple[GroupRows, SegmentHeader, int]]:
     """Group, header and address of each segment, once its header and block of ids are found whole."""

@@ -37,7 +37,7 @@ from storage.row_log.places import (
 from storage.row_log.raw import prefetch, uncounted
 
 _INDEX_AHEAD = 16
-_0, _48 = np.uint64(0), np.uint64(48)
+_0, _1, _6, _48, _63 = (np.uint64(n) for n in (0, 1, 6, 48, 63))
 
 
 @njit(inline="always")
@@ -71,6 +71,19 @@ def distinct_ids(segments: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
     return rows if unset == 0 else min(rows, round(-len(marks) * math.log(unset) * (1 << bits)))
 
 
+@njit(inline="always")
+def mark(marks: Any, hash: Any) -> None:
+    """Mark a hash in a set of bits (uint64 (n,), n a power of two), which many hashes share."""
+    at = (hash >> _6) & np.uint64(len(marks) - 1)
+    marks[at] |= _1 << (hash & _63)
+
+
+@njit(inline="always")
+def is_marked(marks: Any, hash: Any) -> Any:
+    """Whether a hash was marked, or another one that shares its bit."""
+    return (marks[(hash >> _6) & np.uint64(len(marks) - 1)] >> (hash & _63)) & _1 == _1
+
+
 @njit(nogil=True, cache=True)
 def replay(
     shards: Any,
@@ -83,6 +96,7 @@ def replay(
     start: Any,
     part: Any,
     part_bits: Any,
+    marks: Any,
     live: Any,
 ) -> Any:
     """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
@@ -97,6 +111,7 @@ def replay(
             to it is taken only if its id has an entry. It was deleted otherwise.
         start: row to begin at.
         part, part_bits: which ids: those of 2^part_bits neighbouring shards, the `part`-th so many (both uint64).
+        marks: of which hashes (`mark`); None = of all.
         live: int64 (slots,), by how much the live rows of each segment change.
 
     Returns:
@@ -111,7 +126,10 @@ def replay(
     for at in range(start, count):
         hashes[n] = _hash_at(segments, place_at(slot, at))
         rows[n] = at
-        n += (hashes[n] >> shift) >> part_bits == part  # else the next row takes its place
+        if marks is None:
+            n += (hashes[n] >> shift) >> part_bits == part  # else the next row takes its place
+        else:
+            n += (hashes[n] >> shift) >> part_bits == part and is_marked(marks, hashes[n])
     for i in range(n):
         prefetch(home_address(shards, shift, hashes[min(i + _INDEX_AHEAD, n - 1)]))
         at = rows[i]

@@ -14,7 +14,7 @@ write, so that they take turns.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -41,6 +41,7 @@ from storage.row_log.owner import Owner
 from storage.row_log.parts import Parts
 from storage.row_log.pins import Pins
 from storage.row_log.reader import Reader
+from storage.row_log.snapshots import SnapshotRecord
 from storage.row_log.state import State
 from storage.row_log.writer import Writer
 from storage.schema import RowSchema, table_number
@@ -195,15 +196,16 @@ class Session:
     # ---- verbs' needs
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """What reading needs around it: a pin, and for a reader a transaction, in which it has caught up."""
+    def reading(self, follow: bool = True) -> Iterator[None]:
+        """What reading needs around it: a pin, and for a reader a transaction, in which it has caught up if it is to
+        `follow`."""
         with Uninterrupted(), ExitStack() as view:
             with self.lock:
                 self.check_open()
                 if self.reader is not None:
                     if os.getpid() != self._pid:
                         self.open_in_child()
-                    view.enter_context(self.reader.view())
+                    view.enter_context(self.reader.view(follow))
                 pin = self.pins.enter()
             try:
                 yield
@@ -252,6 +254,47 @@ class Session:
         self.version += 1
         if self.writer is not None:
             self.writer.compactor.holds.clear()
+
+    def snapshots(self) -> list[SnapshotRecord]:
+        """All named snapshots there are, oldest first. Requires: `reading`."""
+        if self.writer is not None and not self.forked:
+            with self.lock:
+                return list(self.writer.snapshots.values())
+        with self.log.reading() as txn:
+            return self.log.snapshots(txn)
+
+    def snapshot(self, name: str) -> SnapshotRecord:
+        """A named snapshot. Requires: `reading`.
+
+        Raises:
+            StoreConfigError: there is none of that name.
+        """
+        found = self.snapshots()
+        for record in found:
+            if record.name == name:
+                return record
+        there = ", ".join(repr(record.name) for record in found[-5:]) or "none"
+        raise StoreConfigError(f"{self.path} has no snapshot {name!r}; the newest there are: {there}")
+
+    @contextmanager
+    def holding(self, records: Sequence[SnapshotRecord]) -> Iterator[None]:
+        """Keep the segments of snapshots: in a writer they stay, a reader stays in one transaction."""
+        with self.reading(), self.lock:
+            writer, reader = None if self.forked else self.writer, self.reader
+            if reader is not None:
+                reader.hold()
+            if writer is not None:
+                for record in records:
+                    writer.committer.view(record)
+        try:
+            yield
+        finally:
+            with self.lock:
+                if reader is not None:
+                    reader.let_go()
+                for record in records:
+                    if writer is not None:
+                        writer.committer.end_view(record)
 
     @property
     def state(self) -> State:

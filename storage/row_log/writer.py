@@ -13,18 +13,31 @@ Everything is guarded by the store's lock; the thread takes it for what it share
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import copy
+from dataclasses import dataclass
 
-from storage.errors import StorageError, StoreFullError, StoreIOError
+from storage.errors import CorruptionError, StorageError, StoreFullError, StoreIOError
 from storage.memory import keep_freed
-from storage.row_log.committer import Committer
+from storage.row_log.committer import Committer, Wanted
 from storage.row_log.compaction import Compactor, FullCompaction, Progress
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.maintenance import Maintenance
 from storage.row_log.parts import Parts
+from storage.row_log.snapshots import Origin, SnapshotRecord
 from storage.row_log.state import State, check_note
 from storage.row_log.write_buffer import WriteBuffer, buffer_bytes, rows_that_fit
+
+
+@dataclass(slots=True)
+class Rollback:
+    """A way back to a snapshot, for which somebody waits; `drops` are the later ones, `error` what went wrong."""
+
+    name: str
+    drops: tuple[str, ...]
+    ended: bool = False
+    error: Exception | None = None
+
 
 _SLACK_COMMITS = 5  # pages of dead segments are used again about so many commits later
 
@@ -45,11 +58,12 @@ class Writer:
         self._of = parts
         self._failure: StorageError | None = None
         self._full: StoreFullError | None = None
-        self._wanted_note: bytes | None = None
+        self._wanted: Wanted | None = None
+        self._wanted_rollback: Rollback | None = None
         self._wanted_compaction: FullCompaction | None = None
         self._waiting = 0  # threads that wait for a commit
         self._begun = self._ended = 0  # commits that were tried
-        self._stated = 0  # the last of them that made the state which was wanted
+        self._made = 0  # the last of them that made what was wanted
         self._maintenance = Maintenance(parts.lock, self._work, f"tiered-emb store {parts.path}")
         keep_freed(parts.config.write_buffer_bytes // 2)  # LMDB's copy of what it commits
         self.committer.recover()
@@ -138,19 +152,57 @@ class Writer:
         kept = self.state.note if note is None else check_note(bytes(note))
         if not self.committer.uncovered and not self.unwritten and kept == self.state.note:
             return
-        self._make_state(kept)
+        self._make(Wanted(kept))
 
-    def _make_state(self, note: bytes) -> None:
-        """Have a state made of all that there is now, with this note. Raises as `open_buffer`.
+    def _make(self, wanted: Wanted) -> None:
+        """Have a commit made that brings about what is wanted, of all that there is now. Raises as `open_buffer`.
 
-        Not any state that comes will do: one may be under way for an earlier call, with its note and without the rows
+        Not any commit that comes will do: one may be under way for an earlier call, with its note and without the rows
         that were put since it began.
         """
-        tried, self._wanted_note = self._begun + 1, note
+        tried, self._wanted = self._begun + 1, wanted
         try:
-            self._await_commit(lambda: self._stated >= tried)
+            self._await_commit(lambda: self._made >= tried)
         finally:
-            self._wanted_note = None
+            self._wanted = None
+
+    # ---- snapshots
+
+    @property
+    def snapshots(self) -> dict[str, SnapshotRecord]:
+        """Named snapshots, oldest first."""
+        return self.committer.snapshots
+
+    def snapshot(
+        self, name: str, note: bytes | None, drops: Collection[str], origin: Origin | None = None
+    ) -> SnapshotRecord:
+        """Make a complete state of all rows there are and keep it under a name; let others go.
+
+        Raises as `open_buffer`.
+        """
+        self._check()
+        kept = self.state.note if note is None else check_note(bytes(note))
+        self._make(Wanted(kept, name, origin, tuple(drops)))
+        return self.snapshots[name]
+
+    def drop_snapshots(self, names: Collection[str]) -> None:
+        """Let snapshots go; what only they held is deleted with the next state. Raises as `open_buffer`."""
+        self._check()
+        self._make(Wanted(drops=tuple(names)))
+
+    def rollback(self, name: str, drops: Collection[str]) -> None:
+        """As `Committer.rollback`.
+
+        Requires: no scan goes on.
+        """
+        self._check()
+        work = self._wanted_rollback = Rollback(name, tuple(drops))
+        try:
+            self._await_commit(lambda: work.ended)
+        finally:
+            self._wanted_rollback = None
+        if work.error is not None:
+            raise work.error
 
     def compact(self, progress: Progress, end_scans: Callable[[], None]) -> None:
         """Move every row that shares a segment with dead ones, and delete the segments.
@@ -174,7 +226,7 @@ class Writer:
         if work.error is not None:
             raise work.error
         for _ in range(2):  # what is dead at the first state is deleted by the second one at the latest
-            self._make_state(self.state.note)
+            self._make(Wanted(self.state.note))
 
     def hold(self, scan: object) -> None:
         """Move no rows until `end_scan`; segments have their last numbers from now on, by which a scan knows them."""
@@ -240,6 +292,7 @@ class Writer:
     def _work(self) -> float | None:
         """One round: a commit if there is something to commit, then some compaction."""
         try:
+            self._roll_back()
             full = self._commit()
             with self._of.lock:
                 self._full, self._ended = full, self._begun
@@ -260,17 +313,35 @@ class Writer:
         """Commit what there is, and make the state that is wanted, if one is; the error if there is no room."""
         with self._of.lock:
             self._begun += 1
-            note, failed = self._wanted_note, self._failure is not None
+            wanted, failed = self._wanted, self._failure is not None
         if failed:
             return None
         try:
-            self.committer.commit(note)
+            self.committer.commit(wanted or Wanted())
         except StoreFullError as error:
             return error
-        if note is not None:
-            self._stated = self._begun
+        if wanted is not None:
+            self._made = self._begun
         self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
         return None
+
+    def _roll_back(self) -> None:
+        """Go back to a snapshot, if somebody waits for that."""
+        with self._of.lock:
+            work, self._wanted_rollback = self._wanted_rollback, None
+            if work is None or self._failure is not None:
+                return
+        try:
+            self.committer.rollback(work.name, work.drops)
+            self.compactor.start_over()
+        except Exception as error:
+            work.error = error
+            if not isinstance(error, StoreFullError | CorruptionError):  # after which nothing has changed
+                raise
+        finally:
+            with self._of.lock:
+                work.ended = True
+                self._of.lock.notify_all()
 
     def _compact(self) -> float | None:
         with self._of.lock:
