@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -208,6 +208,11 @@ class LmdbStore:
         """See `Store.delete`."""
         with self._session.changing() as writer:
             group = self._session.group(rows.group)
+            if writer.committer.begun is not None:
+                raise StoreConfigError(
+                    f"{self.path} has begun a state that is not complete, into which a deleted row could come back: "
+                    "complete_state() or abandon_state() first"
+                )
             try:
                 group.bury(rows, partial(self._buffer, writer))
             finally:
@@ -378,6 +383,51 @@ class LmdbStore:
             self._session.end_scans()
             self._deletions += 1
             writer.rollback(name, later)
+
+    # ---- a state that is begun, and completed while puts go on
+
+    def begin_state(self, rows: Mapping[int, int]) -> None:
+        """See `BegunStore.begin_state`."""
+        with self._session.changing() as writer, self._session.lock:
+            writer.begin_state({self._session.group(group).group: count for group, count in rows.items()})
+
+    def put_as_begun(self, rows: RowIds, data: RowBytes) -> None:
+        """See `BegunStore.put_as_begun`."""
+        with self._session.changing() as writer:
+            begun, group = writer.committer.begun, self._session.group(rows.group)
+            if begun is None:
+                raise StoreConfigError(f"{self.path} has no state that was begun: begin_state() first")
+            check_batch(rows, data, group.row_bytes)
+            writer.committer.put_bytes += len(rows) * group.row_bytes
+            before, stored = group.index.rows, rows.stored
+            known = stored.rows if stored is not None and stored.deletions == self._deletions else None
+            open_begun = partial(self._open_begun, writer)
+            group.append(rows, data, open_begun, known, begun.epoch)
+            with self._session.lock:
+                begun.count(group, group.index.rows - before, rows, known)
+            self._rows_written += len(rows)
+
+    def _open_begun(self, writer: Writer, group: GroupRows) -> WriteBuffer:
+        buffer = writer.open_begun(group)
+        self._session.end_scans()
+        return buffer
+
+    def complete_state(
+        self, note: bytes | None = None, *, snapshot: str | None = None, drop: Collection[str] = ()
+    ) -> None:
+        """See `BegunStore.complete_state`; `snapshot` keeps the state under a name, `drop` lets others go."""
+        with self._session.changing() as writer, self._session.lock:
+            if writer.committer.begun is None:
+                raise StoreConfigError(f"{self.path} has no state that was begun: begin_state() first")
+            there = writer.snapshots
+            if snapshot is not None and check_name(snapshot) in there and snapshot not in drop:
+                raise StoreConfigError(f"{self.path} has a snapshot {snapshot!r} already: name it in drop=")
+            writer.complete_state(note, snapshot, [name for name in there if name in drop])
+
+    def abandon_state(self) -> None:
+        """See `BegunStore.abandon_state`."""
+        with self._session.changing() as writer, self._session.lock:
+            writer.committer.abandon()
 
     # ---- hints
 

@@ -7,7 +7,7 @@ implementation by `storage.testing.StoreContract`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -231,6 +231,46 @@ class HintedStore(Protocol):
     def will_need(self, rows: RowIds) -> None:
         """Announce rows that will be got soon: the store begins to read them. Returns at once, with a copy of what it
         was given; says nothing of rows that are missing or damaged."""
+
+
+@runtime_checkable
+class BegunStore(Protocol):
+    """What a Store may offer to who writes a complete state while rows are put that are no part of it."""
+
+    def begin_state(self, rows: Mapping[int, int]) -> None:
+        """Begin a complete state. It consists of what was put so far, and of what is given to it by `put_as_begun`.
+
+        Until it is completed or abandoned no other one is made: flush, delete and what else would make one are refused.
+
+        Args:
+            rows: by group, how many will be given to it at most.
+
+        Raises:
+            StoreConfigError: one is begun already.
+            StoreFullError, StoreIOError, StoreReadOnlyError: as `Store.put`.
+        """
+
+    def put_as_begun(self, rows: RowIds, data: RowBytes) -> None:
+        """As `Store.put`, for rows as they were when the state was begun. What was put since of the same ids stays.
+
+        Each id is given once at most. Of those that were put since, `rows.stored` tells which were in the store before:
+        the count of the state's rows goes by it. Raises StoreConfigError if there is no such state, or too many rows
+        for it.
+        """
+
+    def complete_state(
+        self, note: bytes | None = None, *, snapshot: str | None = None, drop: Collection[str] = ()
+    ) -> None:
+        """Make the state durable that was begun. Raises as `Store.flush`; it can be tried again then.
+
+        Args:
+            note: as `Store.flush`.
+            snapshot: a name to keep it under.
+            drop: names of snapshots that go with the same commit.
+        """
+
+    def abandon_state(self) -> None:
+        """Have it not begun. Rows that were given to it are in the store, where nothing newer was put."""
 
 
 def check_batch(rows: RowIds, data: RowBytes, row_bytes: int, *, written: bool = False) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import StorageError, StoreFullError, StoreIOError
+from storage.row_log.begun import Begun
 from storage.row_log.commits import Totals
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.index_file import Stamp, save_index
@@ -61,12 +62,14 @@ class Wanted:
         name: of a snapshot of that state; None = none.
         origin: of its rows, if another store's.
         drops: snapshots that go.
+        begun: whether the state is the one that was begun, and not of all rows there are.
     """
 
     note: bytes | None = None
     name: str | None = None
     origin: Origin | None = None
     drops: tuple[str, ...] = ()
+    begun: bool = False
 
 
 _NOTHING_WANTED = Wanted()
@@ -111,6 +114,7 @@ class Committer:
     Attributes:
         state: the last complete state.
         snapshots: by name, oldest first.
+        begun: the state that was begun and is not complete yet; until it is, no other one is made.
         uncovered: whether segments were committed that no state covers.
         commits, bytes_written: since the store was opened.
         put_bytes: of rows put since then; the store counts them.
@@ -122,7 +126,9 @@ class Committer:
         self.commits = self.bytes_written = self.put_bytes = self.recent_bytes = 0
         self._uncovered_bytes = 0
         self.uncovered = False
+        self.begun: Begun | None = None
         self._dead: list[_Dead] = []
+        self._highest = 0  # number of a segment committed since the store was opened
         self._viewed: list[SnapshotRecord] = []  # by views that are open
         self._indexed = False  # the index file is that of the log as it is
         with parts.log.reading() as txn:
@@ -199,8 +205,8 @@ class Committer:
         note = wanted.note
         if note is None and self._needs_state():
             note = self.state.note
-        state = None if note is None else self._seal_state(note)
-        if state is not None:
+        state = None if note is None else self._begun_state(note) if wanted.begun else self._seal_state(note)
+        if state is not None and not wanted.begun:
             self._retire_dead(state.number)
         dead = self._deletable(self.state.number if state is None else state.number)
         sealed = [(group, *one) for group in self._of.groups for one in group.sealed]
@@ -211,13 +217,45 @@ class Committer:
 
     def _snapshot(self, name: str, state: State, origin: Origin | None) -> SnapshotRecord:
         """The record of a state that is about to be committed."""
-        groups = self._of.groups
-        segments = np.concatenate([np.zeros(0, np.int64), *(group.needed_numbers() for group in groups)])
-        rows = sum(group.index.rows for group in groups)
-        live_bytes = sum(group.index.rows * group.row_bytes for group in groups)
+        groups, begun = self._of.groups, self.begun
+        if begun is None:
+            segments, rows = self._needed(), [group.index.rows for group in groups]
+        else:
+            segments, rows = begun.segments(groups), begun.rows
+        live_bytes = sum(count * group.row_bytes for count, group in zip(rows, groups, strict=False))
         own = Origin(UUID(bytes=self._of.store), state.number)
         now = time.time_ns() // 1000
-        return SnapshotRecord(name, state, origin or own, now, rows, live_bytes, np.sort(segments))
+        return SnapshotRecord(name, state, origin or own, now, sum(rows), live_bytes, segments)
+
+    def _needed(self) -> NDArray[np.int64]:
+        """Numbers of the segments, ascending, of a state that comes with all that are sealed."""
+        found = [np.zeros(0, np.int64), *(group.needed_numbers() for group in self._of.groups)]
+        return np.sort(np.concatenate(found))
+
+    def begin(self, segments: int) -> None:
+        """Begin a state: all rows put so far, and those that will be given to it in at most so many segments.
+
+        Requires: the lock, and no other state that was begun.
+        """
+        self._seal_all()
+        number = self.state.number + 1
+        self._retire_dead(number)
+        first, self._next_number = self._next_number, self._next_number + max(1, segments)
+        rows = [group.index.rows for group in self._of.groups]
+        self.begun = Begun(number, first, self._next_number - 1, self._needed(), rows)
+
+    def _begun_state(self, note: bytes) -> State:
+        """The state that was begun. Its rows are sealed, for the commit that it comes with."""
+        assert self.begun is not None
+        for group in self._of.groups:
+            group.seal_begun(self._of.store)
+        return State(self.begun.number, self.begun.epoch, note)
+
+    def abandon(self) -> None:
+        """Have no state begun: rows that were given to it are rows like others. Requires: the lock."""
+        self.begun = None
+        for group in self._of.groups:
+            group.seal_begun(self._of.store)
 
     def _pin(self) -> None:
         """Have all segments stay that a snapshot or a view of one holds. Requires: the lock."""
@@ -307,15 +345,18 @@ class Committer:
         Rows that are being moved are on disk where they were, and that is kept until the segment they go to is full:
         segments that are not leave holes of odd sizes, when they go, which none that is full fits into.
         """
+        self._seal_all()
+        return State(self.state.number + 1, self._next_number - 1, note)
+
+    def _seal_all(self) -> None:
         for group in self._of.groups:
             group.seal(self._of.store)
             if group.moved_share > _MOVED_SHARE:
                 group.seal_moving(self._of.store, self.take_number)
-        return State(self.state.number + 1, self._next_number - 1, note)
 
     def _needs_state(self) -> bool:
         """Whether dead segments, or live ones that should be compacted, wait for a state that no flush makes."""
-        if self._of.to_state:
+        if self._of.to_state or self.begun is not None:
             return False
         if self._uncovered_bytes > _DEAD_BYTES:
             in_use = sum(group.bytes_in_use()[0] for group in self._of.groups)
@@ -355,7 +396,7 @@ class Committer:
         gone = {(id(group), slot) for group, slot in batch.dead}
         self._dead = [one for one in self._dead if (id(one.group), one.slot) not in gone]
         if batch.state is not None:
-            self.state = batch.state
+            self.state, self.begun = batch.state, None
         for name in batch.drops:
             del self.snapshots[name]
         if batch.snapshot is not None:
@@ -363,6 +404,9 @@ class Committer:
         if batch.snapshot is not None or batch.drops:
             self._pin()
         highest = max((buffer.number for _, buffer, _ in batch.sealed), default=0)
+        if batch.state is not None:  # one that was begun some time ago covers less than what was committed since
+            highest = max(highest, self._highest)
+        self._highest = max(highest, self._highest)
         self.uncovered = highest > self.state.epoch or (batch.state is None and self.uncovered)
         self._count(batch)
 

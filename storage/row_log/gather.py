@@ -53,6 +53,7 @@ from storage.row_log.places import (
     place_at,
     row_of,
     slot_of,
+    stored_epoch,
     stored_id,
     stored_table,
 )
@@ -60,6 +61,7 @@ from storage.row_log.raw import copy_bytes, load64, prefetch, prefetch_far, stor
 
 DONE, SEGMENT_FULL, SHARD_FULL = range(3)
 TOMBSTONE = 1
+EVER = (1 << 63) - 1
 
 _0, _1, _4, _8, _64 = (np.uint64(n) for n in (0, 1, 4, 8, 64))
 _INDEX_AHEAD, _ID_AHEAD, _ROW_AHEAD = 16, 16, 32
@@ -300,6 +302,7 @@ def append_rows(
     data_step: Any,
     width: Any,
     start: Any,
+    until: Any,
 ) -> Any:
     """Append rows start, start + 1, ... to the open segment in `slot`, and point the index at them.
 
@@ -309,6 +312,8 @@ def append_rows(
         places, matched: (N,), what `find_known` and `match_ids` gave for it, before rows were changed.
         data, data_step: address of row 0 of the batch and bytes from one to the next (uint64).
         width: int64, bytes of a row; those behind it, up to the stride, stay zero.
+        until: int64, an epoch: of an id that was changed after it the index leads to that change still. `EVER` for rows
+            that are put now.
 
     Returns:
         (next row of the batch, DONE | SEGMENT_FULL | SHARD_FULL, the full shard).
@@ -335,14 +340,17 @@ def append_rows(
         copy_bytes(row + _8, data + np.uint64(i) * data_step, width)
         store64(row, row_checksum(row, stride, tables[i], ids[i]))
         write_names(segments, slot, capacity, here, tables[i], ids[i], 0)
+        segments[slot, COUNT] += 1
+        count += 1
         if position < 0:
             position = -1 - position
             shards[shard, USED] += 1
         else:
-            segments[slot_of(place_of(shards, shift, hash, position)), LIVE] -= 1
-        set_entry(shards, shift, hash, position, place_at(slot, count))
-        count += 1
-        segments[slot, COUNT] += 1
+            old = place_of(shards, shift, hash, position)
+            if until != EVER and stored_epoch(segments, old) > until:
+                continue
+            segments[slot_of(old), LIVE] -= 1
+        set_entry(shards, shift, hash, position, place_at(slot, count - 1))
         segments[slot, LIVE] += 1
     return len(ids), DONE, 0
 

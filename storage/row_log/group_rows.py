@@ -26,6 +26,7 @@ from storage.errors import CorruptRowError, StoreConfigError
 from storage.id_index import IdIndex
 from storage.row_log.gather import (
     DONE,
+    EVER,
     SEGMENT_FULL,
     SHARD_FULL,
     append_rows,
@@ -99,6 +100,7 @@ class GroupRows:
         stride: stored bytes of a row.
         seen_epoch: the last change that was replayed; of this group there is none before it that was not.
         open, moving, sealed: the segments being filled, and those whose bytes are final but not committed.
+        begun: the segment that takes rows as of a state that was begun, while there is one (`row_log.begun`).
         spare: buffers of committed segments, for the next ones.
         buffered_bytes: host memory of all buffers, also of those that a reader still holds.
         dying: slots that will be deleted.
@@ -123,6 +125,7 @@ class GroupRows:
         self.seen_epoch = 0
         self.open: WriteBuffer | None = None
         self.moving: WriteBuffer | None = None
+        self.begun: WriteBuffer | None = None
         self.spare: list[WriteBuffer] = []
         self.sealed: list[tuple[WriteBuffer, memoryview]] = []
         self.buffered_bytes = 0
@@ -226,19 +229,25 @@ class GroupRows:
             )
 
     def append(
-        self, rows: RowIds, data: RowBytes, open_buffer: Callable[[GroupRows], WriteBuffer], known: Mask | None = None
+        self,
+        rows: RowIds,
+        data: RowBytes,
+        open_buffer: Callable[[GroupRows], WriteBuffer],
+        known: Mask | None = None,
+        until: int = EVER,
     ) -> None:
         """As `Store.put`; `open_buffer` gives the segment to fill, and may raise what a commit raises.
 
         Args:
             known: which rows are in the store for certain; None = nothing is known.
+            until: as `append_rows`.
         """
         tables, ids = np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
         known = np.zeros(len(ids), np.bool_) if known is None else known
         self._check_tables(tables)
         for part in self._written_parts(tables, ids, known):
             with self.lock:
-                self._append_block(tables[part], ids[part], known[part], data[part], open_buffer)
+                self._append_block(tables[part], ids[part], known[part], data[part], open_buffer, until)
             self.lock.give_way()
 
     def _written_parts(self, tables: NDArray[np.uint32], ids: NDArray[np.int64], known: Mask) -> Iterator[slice]:
@@ -273,6 +282,7 @@ class GroupRows:
         known: Mask,
         data: RowBytes,
         open_buffer: Callable[[GroupRows], WriteBuffer],
+        until: int,
     ) -> None:
         places, matched = self._matched(tables, ids, known)
         match_ids(self.segments.lines, tables, ids, places, matched)
@@ -295,6 +305,7 @@ class GroupRows:
                 step,
                 self.row_bytes,
                 done,
+                until,
             )
             self._make_room(status, shard)
 
@@ -326,15 +337,17 @@ class GroupRows:
             self.index.grow(shard)
         assert status in (DONE, SEGMENT_FULL, SHARD_FULL)
 
-    @property
-    def open_is_full(self) -> bool:
-        """Whether the open segment takes no more rows."""
-        return self.open is not None and self.open_rows == self.open.capacity
+    def is_full(self, buffer: WriteBuffer) -> bool:
+        """Whether a segment that is being filled takes no more rows."""
+        return self._rows_in(buffer) == buffer.capacity
+
+    def _rows_in(self, buffer: WriteBuffer) -> int:
+        return int(self.segments.lines[buffer.slot, COUNT]) & 0xFFFFFFFF
 
     @property
     def open_rows(self) -> int:
-        """Rows and tombstones in the open segment."""
-        return 0 if self.open is None else int(self.segments.lines[self.open.slot, COUNT]) & 0xFFFFFFFF
+        """Rows and tombstones that puts have left in segments being filled."""
+        return sum(self._rows_in(buffer) for buffer in (self.open, self.begun) if buffer is not None)
 
     def _places(self, tables: NDArray[np.uint32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         """What `find_places` finds. Requires: the lock."""
@@ -345,6 +358,14 @@ class GroupRows:
     def seal(self, store: bytes) -> None:
         """Finish the open segment, if it has rows; `store` is the store's uuid."""
         buffer, self.open = self.open, None
+        self._finish(buffer, store)
+
+    def seal_begun(self, store: bytes) -> None:
+        """Finish the segment of a state that was begun, if it has rows."""
+        buffer, self.begun = self.begun, None
+        self._finish(buffer, store)
+
+    def _finish(self, buffer: WriteBuffer | None, store: bytes) -> None:
         if buffer is None:
             return
         if self.segments.lines[buffer.slot, COUNT]:
@@ -368,9 +389,9 @@ class GroupRows:
 
     def drop_buffers(self) -> None:
         """Forget segments that are not committed; whoever asks gives their slots back."""
-        gone = [buffer for buffer, _ in self.sealed] + [one for one in (self.open, self.moving) if one is not None]
+        gone = [buffer for buffer, _ in self.sealed] + self._filling
         self.buffered_bytes -= sum(buffer.bytes for buffer in gone)
-        self.open = self.moving = None
+        self.open = self.moving = self.begun = None
         self.sealed.clear()
         self.moved_from.clear()
         self.dying.clear()
@@ -448,7 +469,7 @@ class GroupRows:
 
     def needed_numbers(self) -> NDArray[np.int64]:
         """Numbers of the segments, ascending, that a state consists of which comes with all sealed segments."""
-        lines, filling = self.segments.lines, [buffer.slot for buffer in (self.open, self.moving) if buffer is not None]
+        lines, filling = self.segments.lines, [buffer.slot for buffer in self._filling]
         slots = np.setdiff1d(np.flatnonzero(lines[:, NUMBER]), [*self.dying, *self.dead_slots(), *filling])
         return np.sort(lines[slots, NUMBER])
 
@@ -481,8 +502,11 @@ class GroupRows:
 
     def slots_in_memory(self) -> set[int]:
         """Slots of segments that are not committed."""
-        filling = {buffer.slot for buffer in (self.open, self.moving) if buffer is not None}
-        return filling | {buffer.slot for buffer, _ in self.sealed}
+        return {buffer.slot for buffer in self._filling} | {buffer.slot for buffer, _ in self.sealed}
+
+    @property
+    def _filling(self) -> list[WriteBuffer]:
+        return [buffer for buffer in (self.open, self.moving, self.begun) if buffer is not None]
 
     def check_ids(self, slot: int) -> None:
         """Verify header and ids of a committed segment once more, before ids are believed that nothing else proves.

@@ -136,6 +136,9 @@ class Reader:
             return None
         came = [number for record in records for number in record.new]
         went = {number for record in records for number in record.deleted}
+        seen = max((group.seen_epoch for group in self._of.groups), default=0)
+        if any(number <= seen for number in went.intersection(came)):
+            return None  # rows as of a state that was begun before what was seen: they may have been moved, unseen
         return _Changes([number for number in came if number not in went], went.difference(came))
 
     def _compare(self, txn: Any) -> _Changes:

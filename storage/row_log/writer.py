@@ -13,11 +13,11 @@ Everything is guarded by the store's lock; the thread takes it for what it share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 
-from storage.errors import CorruptionError, StorageError, StoreFullError, StoreIOError
+from storage.errors import CorruptionError, StorageError, StoreConfigError, StoreFullError, StoreIOError
 from storage.memory import keep_freed
 from storage.row_log.committer import Committer, Wanted
 from storage.row_log.compaction import Compactor, FullCompaction, Progress
@@ -82,15 +82,29 @@ class Writer:
         Raises:
             StoreFullError, StoreIOError: the commit failed; every row appended so far is still there.
         """
-        if group.open is not None and not group.open_is_full:
+        if group.open is not None and not group.is_full(group.open):
             return group.open
         self._check()
         group.seal(self._of.store)
+        group.open = self._next_buffer(group, self.committer.take_number)
+        return group.open
+
+    def open_begun(self, group: GroupRows) -> WriteBuffer:
+        """The segment of a group that takes the next row of the state that was begun. As `open_buffer`."""
+        begun = self.committer.begun
+        assert begun is not None
+        if group.begun is not None and not group.is_full(group.begun):
+            return group.begun
+        self._check()
+        group.seal_begun(self._of.store)
+        group.begun = self._next_buffer(group, begun.take_number)
+        return group.begun
+
+    def _next_buffer(self, group: GroupRows, take_number: Callable[[], int]) -> WriteBuffer:
         if self._enough_is_sealed():
             self._maintenance.ask()
         buffer = self._buffer_for(group)
-        buffer.begin(group.segments, self.committer.take_number())
-        group.open = buffer
+        buffer.begin(group.segments, take_number())
         return buffer
 
     def _is_wanted(self) -> bool:
@@ -148,7 +162,7 @@ class Writer:
 
     def flush(self, note: bytes | None) -> None:
         """Commit all rows as a complete state; nothing is written if nothing changed. Raises as `open_buffer`."""
-        self._check()
+        self._check_none_begun()
         kept = self.state.note if note is None else check_note(bytes(note))
         if not self.committer.uncovered and not self.unwritten and kept == self.state.note:
             return
@@ -180,10 +194,22 @@ class Writer:
 
         Raises as `open_buffer`.
         """
-        self._check()
+        self._check_none_begun()
         kept = self.state.note if note is None else check_note(bytes(note))
         self._make(Wanted(kept, name, origin, tuple(drops)))
         return self.snapshots[name]
+
+    def begin_state(self, rows: Mapping[int, int]) -> None:
+        """Begin a state: all that was put so far, and at most so many `rows` of each group given to it later."""
+        self._check_none_begun()
+        segments = sum(self._segments_for(self._of.groups[group], count) for group, count in rows.items())
+        self.committer.begin(segments)
+
+    def complete_state(self, note: bytes | None, name: str | None, drops: Collection[str]) -> None:
+        """Make the state that was begun durable, keep it under a name, let snapshots go. Raises as `open_buffer`."""
+        self._check()
+        kept = self.state.note if note is None else check_note(bytes(note))
+        self._make(Wanted(kept, name, None, tuple(drops), begun=True))
 
     def drop_snapshots(self, names: Collection[str]) -> None:
         """Let snapshots go; what only they held is deleted with the next state. Raises as `open_buffer`."""
@@ -195,7 +221,7 @@ class Writer:
 
         Requires: no scan goes on.
         """
-        self._check()
+        self._check_none_begun()
         work = self._wanted_rollback = Rollback(name, tuple(drops))
         try:
             self._await_commit(lambda: work.ended)
@@ -248,6 +274,7 @@ class Writer:
     def close(self) -> None:
         """Flush, unless the writer has failed; then say so if rows are lost by that. Raises as `open_buffer`."""
         self.compactor.holds.add(self)
+        self.committer.abandon()
         try:
             for group in self._of.groups:
                 group.seal(self._of.store)
@@ -281,6 +308,14 @@ class Writer:
                 f"{self._of.path} failed before ({self._failure}); what was committed until then is on disk: "
                 "close the store, reopen it and put the rows again"
             ) from self._failure
+
+    def _check_none_begun(self) -> None:
+        """Refuse what makes a state while another one is begun."""
+        self._check()
+        if self.committer.begun is not None:
+            raise StoreConfigError(
+                f"{self._of.path} has begun a state that is not complete: complete_state() or abandon_state() first"
+            )
 
     @property
     def unwritten(self) -> bool:
@@ -376,7 +411,8 @@ class Writer:
         """As `Store.memory_after`. Requires: the lock."""
         fixed = sum(g.index.memory_bytes + g.index.jump_bytes(inserts) for g in self._of.groups) + 16 * inserts
         lines = sum(g.segments.memory_after(self._segments_for(g, inserts)) for g in self._of.groups)
-        one_each = sum(self._buffer_bytes(group) for group in self._of.groups)
+        each = 1 if self.committer.begun is None else 2  # segments that are being filled at once
+        one_each = each * sum(self._buffer_bytes(group) for group in self._of.groups)
         buffers = 2 * max(one_each, self._of.config.write_buffer_bytes // 2)
         return fixed + lines + buffers + self.compactor.memory_bytes()
 
