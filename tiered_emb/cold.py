@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from storage.heap_store import HeapStore
 from storage.interrupts import Uninterrupted
 from storage.schema import RowSchema
-from storage.store import HintedStore, Mask, RowIds, Store, Stored
+from storage.store import BegunStore, HintedStore, Mask, RowIds, Store, Stored
 from tiered_emb.init import Initializer
 from tiered_emb.plan import Ids, Rows, TableNumbers
 
@@ -112,6 +112,13 @@ class ColdRows:
             if self.unwritten:
                 self._forget(tables, ids)
         return None
+
+    def give(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: Mask) -> None:
+        """As `BegunStore.put_as_begun`, of ``rows`` (N, D + K). Raises what the Store raises. Any thread may ask."""
+        assert isinstance(self._store, BegunStore), "only such a store has begun a state"
+        with Uninterrupted():
+            known = None if self._hinted is None else Stored(stored, self._deletions)
+            self._store.put_as_begun(RowIds(self._group, tables, ids, known), rows.view(np.uint8))
 
     def retry(self) -> None:
         """Hand over what the Store refused. Raises what the Store raises if it still does; then all is kept."""

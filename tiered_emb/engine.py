@@ -32,9 +32,10 @@ from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore
 from storage.schema import Column, RowSchema, table_number
-from storage.store import TableRef
+from storage.store import BegunStore, TableRef
 from storage.volatile import VolatileStore
 from tiered_emb import forks
+from tiered_emb.background import BackgroundState
 from tiered_emb.budget import Coming, HostBudget
 from tiered_emb.cache import POLICIES, Directory, refusal
 from tiered_emb.cache.admission import rule_of
@@ -47,12 +48,16 @@ from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
+from tiered_emb.saving import Saving
 from tiered_emb.shares import Shares, by_number
 from tiered_emb.staging import staging_bytes
 from tiered_emb.stores import bytes_of_groups, open_store, place_of
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
+
+_MOST_KEPT_BYTES = 8 << 20  # of rows that are about to change while a state is written that has them as they are
+_KEPT_SHARE = 32  # of the host budget may be for that
 
 _ENGINES: dict[str | int, Engine] = {}
 
@@ -92,6 +97,7 @@ class Engine:
             raise
         self._shares = Shares(config)
         self._users = 0
+        self._state: BackgroundState | None = None  # that was begun
         self._workers = WorkerPool(torch.get_num_threads())
         counted = not isinstance(self.store, VolatileStore)
         store_bytes = self.store.memory_after if counted else lambda inserts: 0
@@ -129,6 +135,7 @@ class Engine:
         somebody has closed the Store, which will never take them. A trace that cannot be written to its end is
         reported once all else is done: the module is gone then.
         """
+        self._await_state()
         with self.road:
             self._let_gone_go()
             try:
@@ -142,6 +149,8 @@ class Engine:
     def abandon(self, names: Sequence[str]) -> None:
         """A module is gone without a close: what was not flushed is lost, as if the process had died."""
         self._gone.append(names)
+        if self._state is not None:
+            self._state.stop()
         if self.road.acquire(blocking=False):  # a finalizer may run in a thread that the road's holder waits for
             try:
                 self._let_gone_go()
@@ -318,6 +327,7 @@ class Engine:
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state; write what was recorded."""
+        self._await_state()
         with self.road:
             self._flush_rows()
             if self.recorder is not None:
@@ -329,6 +339,48 @@ class Engine:
             group.write_back()
         with Uninterrupted():
             self.store.flush(note_of(self.progress))
+
+    def begin_state(self) -> BackgroundState | None:
+        """Begin a complete state of all tables as they are now, which somebody completes while training goes on.
+
+        None if the Store cannot do that. Requires: a step boundary.
+
+        Raises what the Store raises for rows that it has refused before; nothing is begun then.
+        """
+        if not isinstance(self.store, BegunStore):
+            return None
+        self._await_state()
+        with self.road:
+            for group in self.groups.values():
+                group.cold.retry()
+            groups = list(self.groups.values())
+            buffers = self._reserve_buffers(groups)
+            state = BackgroundState(self.road, self.store, groups, note_of(self.progress))
+            state.begin(buffers)
+            self._state = state
+            return state
+
+    def _await_state(self) -> None:
+        """Let the state be completed that was begun. Requires: not the road."""
+        if self._state is not None:
+            self._state.wait()
+            self._state = None
+
+    def _reserve_buffers(self, groups: Sequence[TableGroup]) -> dict[int, int]:
+        """By group number, rows that may be kept for a state; their memory is charged from now on."""
+        most = min(_MOST_KEPT_BYTES, self.config.ddr_budget_bytes // _KEPT_SHARE or _MOST_KEPT_BYTES) // len(groups)
+        rows = {group.number: max(1, most // Saving.bytes_for(1, group.row_width)) for group in groups}
+        if not all(group.moves.saving_bytes for group in groups):
+            self.cancel_ahead()
+        for group in groups:
+            group.moves.saving_bytes = Saving.bytes_for(rows[group.number], group.row_width)
+        try:
+            while self._budget.make_room([]):
+                pass
+        except TierCapacityError:  # a forward holds what would have to go: less is kept, and more is waited for
+            for group in groups:
+                group.moves.saving_bytes, rows[group.number] = Saving.bytes_for(1, group.row_width), 1
+        return rows
 
     def scan(self, names: Sequence[str]) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) of the Store's rows of these tables, in blocks."""

@@ -230,6 +230,7 @@ class TableGroup:
         """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
         with self.updating, self.top.working():
             work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
+            self._keep_unsaved(work.slots)
             apply_gradients(self.top, work, rule, step, self._workers)
 
     def release(self, plan: Plan) -> None:
@@ -348,8 +349,15 @@ class TableGroup:
 
     def overwrite(self, plan: Plan, rows: Rows) -> None:
         """Replace the U rows (U, D + K) of a committed plan."""
-        self.top.write(plan.slots, rows)
-        self.top.dirty[plan.slots] = True
+        with self.updating:
+            self._keep_unsaved(plan.slots)
+            self.top.write(plan.slots, rows)
+            self.top.dirty[plan.slots] = True
+
+    def _keep_unsaved(self, slots: Slots) -> None:
+        """Before rows of the top tier change: a state that is written beside training has them as they are."""
+        if (saving := self.moves.saving) is not None:
+            saving.keep(self.top, slots)
 
     def write_back(self) -> None:
         """Hand every changed row to the Store; the rows stay where they are. Raises what the Store raises."""
@@ -376,6 +384,31 @@ class TableGroup:
             if error := self.cold.write(tables, ids, rows, tier.stored[slots]):
                 raise error
             tier.dirty[slots], tier.stored[slots] = False, True
+
+    def save_some(self, tier: Tier, first: int, last: int) -> int:
+        """Give rows that are marked, of slots ``first`` .. ``last - 1``, to the state that is written beside training;
+        how many, 0 = none is left there.
+
+        They are clean then, unless they change meanwhile: nobody moves them, since this has the road.
+        """
+        saving = self.moves.saving
+        slots = (first + np.flatnonzero(tier.unsaved[first:last])).astype(np.int32)
+        if saving is None or not len(slots):
+            return 0
+        slots = next(self.moves.chunks(slots))
+        with suppress(TierCapacityError):  # for want of room in memory nothing is kept from the disk
+            self._lower_tiers_for(len(slots))
+        with self.updating:
+            slots = slots[tier.unsaved[slots]]
+            rows = self.moves.copied(tier, slots)
+            tables, ids = tier.directory.slot_tables[slots], tier.directory.slot_ids[slots]
+            stored = tier.stored[slots]
+            tier.unsaved[slots] = tier.dirty[slots] = False
+        if saving.give(tables, ids, rows, stored):
+            tier.stored[slots] = True
+        else:
+            tier.dirty[slots] = True
+        return max(1, len(slots))
 
     def _make_room_to_write(self, rows: int) -> None:
         """Lower tiers for the Store's growth; if need be let go of what is prepared for later forwards.
@@ -447,7 +480,8 @@ class TableGroup:
         plan.missing = np.concatenate([missing[here], missing[~here]])
         plan.lower_from = at[here]
         up = plan.slots[missing[here]]
-        self.top.dirty[up], self.top.stored[up] = lower.dirty[plan.lower_from], lower.stored[plan.lower_from]
+        come = plan.lower_from
+        self.top.take_marks(up, lower.dirty[come], lower.stored[come], lower.unsaved[come])
         lower.remove(plan.lower_from)
         self._admit_victims(plan, lower)
 
@@ -459,7 +493,7 @@ class TableGroup:
             to, counts = np.empty(len(here), np.int32), np.ones(len(here), np.int32)
             plan.lower_victims = lower.admit(victims.tables[here], victims.ids[here], counts, to)
             victims.lower_slots[here] = to
-            lower.dirty[to], lower.stored[to] = victims.dirty[here], victims.stored[here]
+            lower.take_marks(to, victims.dirty[here], victims.stored[here], victims.unsaved[here])
 
     def _too_small(self, unique: int, short: Shortage) -> TierCapacityError:
         top = self.top

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tiered_emb.cold import ColdRows
 from tiered_emb.plan import Rows, Slots, Victims
+from tiered_emb.saving import Saving
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 
@@ -36,10 +37,14 @@ class Moves:
 
     Attributes:
         most_missing: the most rows that a batch has brought in so far.
+        saving_bytes: host memory set aside for that.
+        saving: while a state is written beside training, who takes the rows that belong to it.
     """
 
     def __init__(self, tiers: Sequence[Tier], cold: ColdRows, row_bytes: int) -> None:
         self.most_missing = 0
+        self.saving: Saving | None = None
+        self.saving_bytes = 0
         self._tiers = tiers
         self._cold = cold
         self._row_bytes = row_bytes
@@ -48,7 +53,8 @@ class Moves:
     def staging_bytes(self, missing: int) -> int:
         """Most host memory that moving rows takes once a batch that misses ``missing`` rows has been planned."""
         most = max(missing, self.most_missing)
-        return (most + self._move_rows) * self._row_bytes + most * _VICTIM_BYTES * len(self._tiers)
+        moving = (most + self._move_rows) * self._row_bytes + most * _VICTIM_BYTES * len(self._tiers)
+        return moving + self.saving_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -57,6 +63,7 @@ class Moves:
 
     @property
     def _move_rows(self) -> int:
+        """Rows that move at once."""
         return max(1, move_bytes(self._tiers[0].capacity_rows * self._row_bytes) // self._row_bytes)
 
     def row_buffer(self, rows: int) -> Rows:
@@ -84,8 +91,16 @@ class Moves:
         for part in self.chunks(which):
             rows = self.copied(tier, victims.slots[part])
             tier.counters.add("write_backs", victims.tables[part])
-            error = self._cold.write(victims.tables[part], victims.ids[part], rows, victims.stored[part]) or error
+            error = self._write(victims.part(part), rows) or error
         return error
+
+    def _write(self, victims: Victims, rows: Rows) -> Exception | None:
+        """Hand rows to the Store; those that have not changed since a state was begun are a part of that."""
+        if self.saving is not None and victims.unsaved.any():
+            given, unsaved = self.saving, victims.unsaved
+            if given.give(victims.tables[unsaved], victims.ids[unsaved], rows[unsaved], victims.stored[unsaved]):
+                victims, rows = victims.part(~unsaved), rows[~unsaved]
+        return self._cold.write(victims.tables, victims.ids, rows, victims.stored) if len(rows) else None
 
     def down(self, tier: Tier, lower: Tier, victims: Victims) -> None:
         """Copy a tier's victims to the slots that the lower tier has given them."""
@@ -102,5 +117,5 @@ class Moves:
             gone = tier.admit(part.tables, part.ids, counts, to)
             error = self.to_store(tier, gone, np.flatnonzero(gone.dirty)) or error
             tier.write(to, self.copied(tier, part.slots))
-            tier.dirty[to], tier.stored[to] = part.dirty, part.stored
+            tier.take_marks(to, part.dirty, part.stored, part.unsaved)
         return error

@@ -172,6 +172,7 @@ class Victims:
         ids: (V,) int64.
         dirty: (V,) bool: differs from the Store's row.
         stored: (V,) bool: the Store has it, in whatever version.
+        unsaved: (V,) bool: as `Tier.unsaved`.
         lower_slots: (V,) int32 where they go in the tier below; -1 = past it, to the Store.
     """
 
@@ -180,25 +181,26 @@ class Victims:
     ids: Ids
     dirty: NDArray[np.bool_]
     stored: NDArray[np.bool_]
+    unsaved: NDArray[np.bool_]
     lower_slots: Slots
 
-    @classmethod
-    def past(
-        cls, slots: Slots, tables: TableNumbers, ids: Ids, dirty: NDArray[np.bool_], stored: NDArray[np.bool_]
-    ) -> Victims:
-        """Rows that have no tier below to go to, so far."""
-        return cls(slots, tables, ids, dirty, stored, np.full(len(slots), -1, np.int32))
-
-    def part(self, which: NDArray[np.bool_] | slice) -> Victims:
+    def part(self, which: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Victims:
         """Some of them."""
-        slots, tables, ids = self.slots[which], self.tables[which], self.ids[which]
-        return Victims(slots, tables, ids, self.dirty[which], self.stored[which], self.lower_slots[which])
+        return Victims(
+            self.slots[which],
+            self.tables[which],
+            self.ids[which],
+            self.dirty[which],
+            self.stored[which],
+            self.unsaved[which],
+            self.lower_slots[which],
+        )
 
     @classmethod
     def none(cls) -> Victims:
         """No row leaves."""
-        none = np.empty(0, np.bool_)
-        return cls.past(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.int64), none, none)
+        none, slots = np.empty(0, np.bool_), np.empty(0, np.int32)
+        return cls(slots, np.empty(0, np.uint32), np.empty(0, np.int64), none, none, none, slots)
 
 
 class Pin:

@@ -16,7 +16,7 @@ import mmap
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from tiered_emb.cache.sizes import most_rows
 from tiered_emb.metrics import RowCounters
 from tiered_emb.plan import Ids, Rows, Slots, TableNumbers, Victims
 from tiered_emb.staging import staging_bytes, staging_for
+
+Flags: TypeAlias = NDArray[np.bool_]
 
 FLOAT_BYTES = 4
 _NOTHING_BESIDE: AbstractContextManager[None] = nullcontext()
@@ -85,8 +87,8 @@ class Bookkeeping:
     admission: str = "always"
 
     def bytes_for(self, rows: int) -> int:
-        """Most bytes for so many slots, `Tier.dirty` and `Tier.stored` included, victims' arrays left out."""
-        return Directory.bytes_for(rows, self.policy, self.shares) + admission_bytes(self.admission, rows) + 2 * rows
+        """Most bytes for so many slots, what `Tier` keeps of each included, victims' arrays left out."""
+        return Directory.bytes_for(rows, self.policy, self.shares) + admission_bytes(self.admission, rows) + 3 * rows
 
     def capacity_for(self, budget_bytes: int, row_bytes: int) -> int:
         """Most slots, 0 included, that fit in a budget with their rows."""
@@ -103,6 +105,8 @@ class Tier:
         slab: the rows.
         dirty: (S,) bool, rows that differ from the Store's.
         stored: (S,) bool, rows of which the Store is known to have a version.
+        unsaved: (S,) bool, dirty rows that have not changed since a state was begun in the Store, and are still to be
+            given to it (`tiered_emb.saving`).
         counters: rows that hit, missed, left and were written back, by table.
     """
 
@@ -116,6 +120,7 @@ class Tier:
         self._staging = staging_for(slab.weight, slab.state)
         self.dirty: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
         self.stored: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
+        self.unsaved: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
         self.counters = RowCounters()
 
     @property
@@ -171,14 +176,23 @@ class Tier:
         """
         admission = self.directory.admit(tables, ids, counts, slots)
         gone = admission.victim_slots.copy()  # the Directory's own arrays last until its next admission
-        tables_gone, ids_gone = admission.victim_tables.copy(), admission.victim_ids.copy()
-        victims = Victims.past(gone, tables_gone, ids_gone, self.dirty[gone], self.stored[gone])
+        victims = self._leaving(gone, admission.victim_tables.copy(), admission.victim_ids.copy())
         self.counters.add("evictions", victims.tables)
         self.counters.add("rows", tables)
         self.counters.add("rows", victims.tables, -1)
         self.dirty[gone] = self.dirty[slots] = False  # a row at its quota leaves its slot free
+        self.unsaved[gone] = self.unsaved[slots] = False
         self.stored[slots] = False
         return victims
+
+    def _leaving(self, slots: Slots, tables: TableNumbers, ids: Ids) -> Victims:
+        """Rows (V,) that leave the tier, with no tier below to go to so far."""
+        past = np.full(len(slots), -1, np.int32)
+        return Victims(slots, tables, ids, self.dirty[slots], self.stored[slots], self.unsaved[slots], past)
+
+    def take_marks(self, slots: Slots, dirty: Flags, stored: Flags, unsaved: Flags) -> None:
+        """Rows that came from another tier, or another slot, are as they were there."""
+        self.dirty[slots], self.stored[slots], self.unsaved[slots] = dirty, stored, unsaved
 
     def lets_in(self, tables: TableNumbers, ids: Ids) -> NDArray[np.bool_]:
         """Which of absent rows (N,) that come down, oldest first, may come in; the rule of admission counts all."""
@@ -192,7 +206,7 @@ class Tier:
         """Free unpinned slots (N,), whose rows go elsewhere or are forgotten."""
         self.counters.add("rows", self.directory.slot_tables[slots], -1)
         self.directory.remove(slots)
-        self.dirty[slots] = False
+        self.dirty[slots] = self.unsaved[slots] = False
 
     def shrink(self, capacity_rows: int) -> Victims:
         """Drop to ``capacity_rows``; the rows that had to leave, still in the slab until :meth:`discard`. Those that
@@ -204,8 +218,10 @@ class Tier:
         self.counters.add("evictions", gone.tables)
         self.counters.add("rows", gone.tables, -1)
         self.admission.resize(capacity_rows)
-        victims = Victims.past(gone.slots, gone.tables, gone.ids, self.dirty[gone.slots], self.stored[gone.slots])
-        self.dirty[capacity_rows:] = False  # in place: whoever trains may be marking rows of pinned slots
+        victims = self._leaving(gone.slots, gone.tables, gone.ids)
+        self.dirty[capacity_rows:] = self.unsaved[capacity_rows:] = (
+            False  # in place: whoever trains may be marking rows of pinned slots
+        )
         return victims
 
     def discard(self) -> None:
@@ -213,6 +229,7 @@ class Tier:
         self.slab.discard_from(self.capacity_rows)
         give_back(self.dirty, self.capacity_rows)
         give_back(self.stored, self.capacity_rows)
+        give_back(self.unsaved, self.capacity_rows)
 
 
 def row_bytes(slab: Slab) -> int:
