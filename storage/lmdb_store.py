@@ -287,7 +287,8 @@ class LmdbStore:
             drop: names of snapshots to let go in the same transaction; those that are not there are fine.
 
         Raises:
-            StoreConfigError: the name is taken or no name, `keep_last` is below 1, the note is too large.
+            StoreConfigError: the name is taken or no name, `keep_last` is below 1, `drop` is one name and not some, the
+                note is too large.
             StoreFullError, StoreIOError, StoreReadOnlyError: as `put`; there is no such snapshot then.
         """
         return self._snapshot(check_name(name), note, keep_last, drop, None)
@@ -297,6 +298,8 @@ class LmdbStore:
     ) -> Snapshot:
         if keep_last is not None and keep_last < 1:
             raise StoreConfigError(f"keep_last={keep_last!r}: expected 1 or more, or None to keep all")
+        if isinstance(drop, str):
+            raise StoreConfigError(f"drop={drop!r}: expected names, as [{drop!r}]")
         with self._session.changing() as writer, self._session.lock:
             there = writer.snapshots
             if name in there and name not in drop:
@@ -310,7 +313,7 @@ class LmdbStore:
 
     def snapshots(self) -> list[Snapshot]:
         """All snapshots, oldest first."""
-        with self._session.reading():
+        with self._session.reading_log():
             return [Snapshot.of(record) for record in self._session.snapshots()]
 
     def drop_snapshot(self, name: str) -> None:
@@ -331,9 +334,7 @@ class LmdbStore:
             StoreConfigError: there is none of that name.
             CorruptSegmentError: its segments are damaged.
         """
-        with self._session.reading():
-            record = self._session.snapshot(name)
-        return SnapshotView(self._session, record)
+        return SnapshotView(self._session, name)
 
     def diff(self, older: str | None, newer: str) -> Iterator[Change]:
         """Ids of the rows that differ between two snapshots, in blocks, each once; `older` None = an empty store.
@@ -343,9 +344,10 @@ class LmdbStore:
         Raises:
             StoreConfigError: there is no such snapshot, or `older` is the newer one.
             CorruptSegmentError: segments are damaged.
-            StoreChangedError: for who only reads, a snapshot was dropped meanwhile.
+            StoreChangedError: a snapshot was dropped before the first block was asked for; for who only reads, also
+                later.
         """
-        with self._session.reading():
+        with self._session.reading_log():
             before = None if older is None else self._session.snapshot(older)
             after = self._session.snapshot(newer)
         if before is not None and before.state.number > after.state.number:
@@ -378,11 +380,10 @@ class LmdbStore:
                     f"{self.path} has snapshots newer than {name!r} ({', '.join(map(repr, later[:5]))}), which going "
                     "back would take: drop them, or set drop_later"
                 )
-            if viewed := writer.committer.viewed_after(record.state.number):
-                raise StoreConfigError(f"a view of snapshot {viewed[0]!r} of {self.path} is open: close it first")
-            self._session.end_scans()
-            self._deletions += 1
-            writer.rollback(name, later)
+            try:
+                writer.rollback(name, later, self._session.end_scans)
+            finally:
+                self._deletions += 1  # afterwards, as `delete`
 
     # ---- a state that is begun, and completed while puts go on
 

@@ -14,7 +14,8 @@ one's segments if something was deleted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -29,6 +30,7 @@ from storage.errors import (
     SchemaMismatchError,
     StoreChangedError,
     StoreClosedError,
+    StoreForkedError,
     StoreMissingError,
     StoreReadOnlyError,
 )
@@ -113,17 +115,16 @@ class SnapshotView:
         snapshot: what it reads.
     """
 
-    def __init__(self, session: Session, record: SnapshotRecord) -> None:
-        self.snapshot = Snapshot.of(record)
+    def __init__(self, session: Session, name: str) -> None:
         self._session = session
-        self._record = record
         self._log: RowLog | None = None
         self._checked = -1  # transaction in which the snapshot was seen last
         self._groups: list[GroupRows] = []
-        self._filling = RLock()
+        self._filling: dict[int, RLock] = {}  # by process: a child may be forked while a thread fills
         self._rows_read = self._bytes_read = 0
         self._closed = False
-        self._hold()
+        self._record = self._hold(name)
+        self.snapshot = Snapshot.of(self._record)
         try:
             with self._reading():
                 pass
@@ -131,12 +132,14 @@ class SnapshotView:
             self.close()
             raise
 
-    def _hold(self) -> None:
+    def _hold(self, name: str) -> SnapshotRecord:
+        """Find the snapshot and keep its segments, at one instant: another thread may drop it."""
         session = self._session
-        with session.lock:
-            session.check_open()
+        with session.reading_log(), session.lock:
+            record = session.snapshot(name)
             if session.writer is not None and not session.forked:
-                session.writer.committer.view(self._record)
+                session.writer.committer.view(record)
+            return record
 
     def close(self) -> None:
         """Let go of the index and of what the snapshot holds; again does nothing."""
@@ -170,8 +173,9 @@ class SnapshotView:
             check_found(rows, found)
             group.get(rows, out, found, self._session.config.read_threads or usable_threads())
             hits = int(found.sum())
-            self._rows_read += hits
-            self._bytes_read += hits * group.stride
+            with self._session.lock:
+                self._rows_read += hits
+                self._bytes_read += hits * group.stride
 
     def scan(
         self, group: int, *, table: int | None = None, first_id: int = MIN_ID, last_id: int = MAX_ID
@@ -243,43 +247,53 @@ class SnapshotView:
     def _reading(self) -> Iterator[None]:
         """Around what reads: the index is there, and what it leads to stays."""
         session = self._session
-        if self._closed:
-            raise StoreClosedError(f"the view of snapshot {self._record.name!r} of {session.path} was closed")
-        if session.forked and session.reader is None:
+        self._check_open()
+        if session.forked and session.reader is None and not session.closed:
             session.follow_parent()
         with session.reading(follow=False):
-            if session.reader is not None:
-                self._check_there()
-            with self._filling:
-                if self._log is not session.log:
-                    self._fill()
+            if session.reader is not None or self._log is not session.log:
+                with self._filling.setdefault(os.getpid(), RLock()), session.log.reading() as txn:
+                    self._check_there(txn)
+                    self._fill(txn)
             yield
 
-    def _check_there(self) -> None:
-        """For who only reads: the writer may have dropped the snapshot, and deleted its segments."""
-        with self._session.log.reading() as txn:
-            transaction = self._session.log.transaction(txn)
-            if transaction == self._checked and self._log is self._session.log:
-                return
-            if self._session.log.snapshot(txn, self._record.name) != self._record:
-                raise StoreChangedError(
-                    f"snapshot {self._record.name!r} of {self._session.path} was dropped while it was read"
-                )
-            self._checked = transaction
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"the view of snapshot {self._record.name!r} of {self._session.path} was closed")
 
-    def _fill(self) -> None:
+    def _check_there(self, txn: Any) -> None:
+        """For who only reads: the writer may have dropped the snapshot, and deleted its segments."""
+        log = self._session.log
+        transaction = log.transaction(txn)
+        if self._session.reader is None or (transaction == self._checked and self._log is log):
+            return
+        if log.snapshot(txn, self._record.name) != self._record:
+            raise StoreChangedError(
+                f"snapshot {self._record.name!r} of {self._session.path} was dropped while it was read"
+            )
+        self._checked = transaction
+
+    def _fill(self, txn: Any) -> None:
         session, record = self._session, self._record
+        if self._log is session.log:
+            return
         groups = groups_of(session, record.rows)
-        with session.log.reading() as txn:
-            numbers = record.segments.tolist()
-            segments = dict(zip(numbers, session.log.some_segments(txn, numbers), strict=True))
+        numbers = record.segments.tolist()
+        segments = dict(zip(numbers, session.log.some_segments(txn, numbers), strict=True))
         replay_log(segments, groups, record.state.epoch, session.manifest.uuid.bytes, str(session.path))
-        self._groups, self._log = groups, session.log
+        with session.lock:
+            self._check_open()
+            self._groups, self._log = groups, session.log
 
     def _group(self, number: int) -> GroupRows:
-        if 0 <= number < len(self._groups):
-            return self._groups[number]
-        return self._session.group(number)  # which says what there is
+        with self._session.lock:
+            self._check_open()
+            if number >= len(self._groups):  # of a table that is younger than the view
+                self._session.group(number)  # or of none, which this refuses
+                self._groups += groups_of(self._session, 0)[len(self._groups) :]
+        if number < 0:
+            self._session.group(number)
+        return self._groups[number]
 
 
 def groups_of(session: Session, rows: int) -> list[GroupRows]:
@@ -329,17 +343,31 @@ def changes(session: Session, older: SnapshotRecord | None, newer: SnapshotRecor
     Raises:
         CorruptSegmentError: ids are damaged.
     """
-    after = 0 if older is None else older.state.epoch
-    for group in _newer_rows(session, newer, after):
-        blocks = list(_changed_blocks(group, after))
-        gone = RowIds(
-            group.group,
-            np.concatenate([np.zeros(0, np.uint32), *(block.rows.tables[block.deleted] for block in blocks)]),
-            np.concatenate([np.zeros(0, np.int64), *(block.rows.ids[block.deleted] for block in blocks)]),
-        )
-        was_there = _rows_of(session, older, gone)
-        for block in blocks:
-            yield _without(block, ~was_there(block.rows.tables, block.rows.ids) & block.deleted)
+    after, log = 0 if older is None else older.state.epoch, session.log
+    groups = _newer_rows(session, newer, after)
+    while groups:
+        with session.reading(follow=False):  # not while somebody works on a block, who may close the store meanwhile
+            if session.log is not log:
+                raise StoreForkedError(f"{session.path} was forked while snapshots were compared: compare them again")
+            blocks = _differing(session, older, groups.pop(0), after)
+        yield from blocks
+
+
+def _differing(session: Session, older: SnapshotRecord | None, group: GroupRows, after: int) -> list[Change]:
+    """What differs in one group. Requires: a pin."""
+    blocks = list(_changed_blocks(group, after))
+    gone = RowIds(
+        group.group,
+        np.concatenate([np.zeros(0, np.uint32), *(block.rows.tables[block.deleted] for block in blocks)]),
+        np.concatenate([np.zeros(0, np.int64), *(block.rows.ids[block.deleted] for block in blocks)]),
+    )
+    was_there = _were_there(session, older, gone)
+    ends = np.cumsum([0, *(np.count_nonzero(block.deleted) for block in blocks)])
+    for i, block in enumerate(blocks):
+        left_out = block.deleted.copy()
+        left_out[left_out] = ~was_there[ends[i] : ends[i + 1]]
+        blocks[i] = _without(block, left_out)
+    return [block for block in blocks if len(block.rows)]
 
 
 def _without(block: Change, left_out: NDArray[np.bool_]) -> Change:
@@ -381,12 +409,10 @@ def _changed_blocks(group: GroupRows, after: int) -> Iterator[Change]:
             yield Change(RowIds(group.group, tables[:n].copy(), ids[:n].copy()), deleted[:n].copy())
 
 
-def _rows_of(
-    session: Session, record: SnapshotRecord | None, some: RowIds
-) -> Callable[[NDArray[np.uint32], NDArray[np.int64]], NDArray[np.bool_]]:
-    """A look-up of which of some ids a snapshot has a row of, good for these ids only."""
+def _were_there(session: Session, record: SnapshotRecord | None, some: RowIds) -> NDArray[np.bool_]:
+    """Which of some ids a snapshot has a row of."""
     if record is None or len(some) == 0:
-        return lambda tables, ids: np.zeros(len(ids), np.bool_)
+        return np.zeros(len(some), np.bool_)
     marks = np.zeros(max(1 << 10, 1 << (_BITS_A_ROW * len(some) - 1).bit_length()) // 64, np.uint64)
     _mark_all(some.tables, some.ids, marks)
     groups = groups_of(session, len(some))
@@ -395,4 +421,4 @@ def _rows_of(
             group.adopt(header, address)
     group = groups[some.group]
     replay_slots(group, group.segments.slots(), LAST_EPOCH, marks=marks)
-    return lambda tables, ids: group.index.find(group.segments.lines, tables, ids) > 0
+    return group.index.find(group.segments.lines, some.tables, some.ids) > 0

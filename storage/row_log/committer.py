@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import StorageError, StoreFullError, StoreIOError
+from storage.errors import CorruptSegmentError, StorageError, StoreConfigError, StoreFullError, StoreIOError
 from storage.row_log.begun import Begun
 from storage.row_log.commits import Totals
 from storage.row_log.group_rows import GroupRows
@@ -273,36 +273,34 @@ class Committer:
         self._pin()
 
     def end_view(self, record: SnapshotRecord) -> None:
-        """See `view`."""
-        self._viewed = [one for one in self._viewed if one is not record]
+        """See `view`; as often as that was called. Requires: the lock."""
+        at = next(at for at, one in enumerate(self._viewed) if one is record)  # others may view the same one
+        del self._viewed[at]
         self._pin()
 
-    def viewed_after(self, state: int) -> list[str]:
-        """Names of snapshots later than a state, by its number, that open views read."""
-        return [one.name for one in self._viewed if one.state.number > state]
-
-    def rollback(self, name: str, drops: Collection[str]) -> None:
+    def rollback(self, name: str, drops: Collection[str], end_scans: Callable[[], None]) -> None:
         """Go back to a snapshot: all else goes, put since then or not yet committed; `drops` are the later snapshots.
 
-        Requires: nobody waits for anything else; scans are over.
+        Requires: nobody waits for anything else.
+
+        Args:
+            end_scans: called under the lock before anything changes.
 
         Raises:
+            StoreConfigError: a view of a later snapshot is open.
             StoreFullError: no room; nothing has changed.
             StoreIOError, CorruptSegmentError: as `commit`.
         """
-        with self._of.lock:
-            self._of.lock.wait_for(lambda: not self._of.pins.held)
+        with self._of.lock, self._of.pins.quiet(self._of.lock):
             record = self.snapshots[name]
+            self._check_not_viewed(record.state.number)
+            end_scans()
             stay = [one for one in self.snapshots.values() if one.name not in drops]
             kept = self._held([*stay, *self._viewed])
-            for group in self._of.groups:
-                check_whole(group, kept)
-            with self._of.log.reading() as txn:
-                others = np.setdiff1d(self._of.log.numbers(txn), kept).tolist()
+            others = self._others(record, kept)
             state = State(self.state.number + 1, self._next_number - 1, record.state.note)
             totals = replace(self._totals([]), live_rows=record.rows, live_bytes=record.live_bytes)
-            gone = Commit(deletes=tuple(others), state=state, drops=tuple(drops), totals=totals, went_back=True)
-            self._commit_changes(gone)
+            self._commit_changes(Commit((), others, state, totals, went_back=True, drops=tuple(drops)))
             for group in self._of.groups:
                 go_back(group, kept)
             for drop in drops:
@@ -311,7 +309,29 @@ class Committer:
             self.state, self.uncovered, self._uncovered_bytes, self._last_totals = state, False, 0, totals
             self.commits += 1
             self._pin()
-            self._of.lock.notify_all()
+
+    def _check_not_viewed(self, state: int) -> None:
+        """Here and not in the verb: a view may be opened while the verb waits for the thread."""
+        for one in self._viewed:
+            if one.state.number > state:
+                raise StoreConfigError(f"a view of snapshot {one.name!r} of {self._of.path} is open: close it first")
+
+    def _others(self, record: SnapshotRecord, kept: NDArray[np.int64]) -> tuple[int, ...]:
+        """Numbers of the segments that are not kept. Those that are, are found whole, and none of `record` is missing.
+
+        Raises:
+            CorruptSegmentError: so it is not.
+        """
+        with self._of.log.reading() as txn:
+            there = self._of.log.numbers(txn)
+        missing = np.setdiff1d(record.segments, there)
+        if len(missing):
+            raise CorruptSegmentError(
+                f"segment {missing[0]} of snapshot {record.name!r} of {self._of.path} is gone: the data file is damaged"
+            )
+        for group in self._of.groups:
+            check_whole(group, kept)
+        return tuple(np.setdiff1d(there, kept).tolist())
 
     def _deletable(self, number: int) -> list[tuple[GroupRows, int]]:
         """Dead segments that a commit at state `number` deletes.

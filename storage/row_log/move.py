@@ -21,6 +21,7 @@ from storage.row_log.hashing import is_row_of, mix
 from storage.row_log.places import (
     COUNT,
     LIVE,
+    has_flags,
     place_at,
     stored_epoch,
     stored_id,
@@ -146,8 +147,9 @@ def move_rows(
 def count_tombstones(segments: Any, slot: Any) -> Any:
     """How many tombstones a committed segment holds, those included that were moved or dropped since."""
     count = 0
-    for at in range(segments[slot, COUNT] & 0xFFFFFFFF):
-        count += stored_tombstone(segments, place_at(slot, at))
+    if has_flags(segments, slot):
+        for at in range(segments[slot, COUNT] & 0xFFFFFFFF):
+            count += stored_tombstone(segments, place_at(slot, at))
     return count
 
 

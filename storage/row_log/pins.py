@@ -5,14 +5,21 @@ segment out of its write buffer, or a segment may die. Nothing that a place lead
 could have been given that place has left: each reader enters with the generation of that moment, what goes is retired
 with it, and is released once no reader of that generation or an earlier one is left.
 
+Who changes what no reader may see half changed has `quiet`: new readers wait at the door until it is done. Without
+that, two threads that read all the time would keep it waiting for ever. A thread that is inside may enter again.
+
 Guarded by the store's lock, like everything here; `release` functions run under it, in whichever thread leaves last.
-This is bookkeeping only: it waits for nobody, and knows nothing of processes (LMDB's read transactions do).
+It knows nothing of processes (LMDB's read transactions do).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from storage.row_log.lock import StoreLock
 
 
 class Pins:
@@ -22,6 +29,24 @@ class Pins:
         self._generation = 0
         self._readers: dict[int, int] = {}
         self._retired: deque[tuple[int, Callable[[], None]]] = deque()
+        self._inside: Counter[int] = Counter()  # by thread
+        self._quieted = 0
+
+    @contextmanager
+    def quiet(self, lock: StoreLock) -> Iterator[None]:
+        """Wait until nobody reads, and keep it so until the block ends. Requires: the lock, once; no pin."""
+        self._quieted += 1
+        try:
+            lock.wait_for(lambda: not self.held)
+            yield
+        finally:
+            self._quieted -= 1
+            lock.notify_all()
+
+    @property
+    def may_enter(self) -> bool:
+        """Whether this thread may begin to read now."""
+        return not self._quieted or threading.get_ident() in self._inside
 
     @property
     def held(self) -> bool:
@@ -34,12 +59,17 @@ class Pins:
         return len(self._retired)
 
     def enter(self) -> int:
-        """Begin to read; pass what is returned to `leave`."""
+        """Begin to read; pass what is returned to `leave`, in the same thread."""
+        self._inside[threading.get_ident()] += 1
         self._readers[self._generation] = self._readers.get(self._generation, 0) + 1
         return self._generation
 
     def leave(self, generation: int) -> None:
         """End reading; releases what waited for it."""
+        thread = threading.get_ident()
+        self._inside[thread] -= 1
+        if self._inside[thread] <= 0:
+            del self._inside[thread]
         self._readers[generation] -= 1
         if not self._readers[generation]:
             del self._readers[generation]

@@ -124,6 +124,12 @@ def stored_epoch(segments: Any, place: Any) -> Any:
 
 
 @njit(inline="always")
+def has_flags(segments: Any, slot: Any) -> Any:
+    """Whether a committed segment may have tombstones."""
+    return (segments[slot, WIDTHS] >> 16) & 255 != 0
+
+
+@njit(inline="always")
 def stored_tombstone(segments: Any, place: Any) -> Any:
     """Whether a row of a committed segment is a tombstone."""
     slot = slot_of(place)

@@ -17,7 +17,7 @@ Owned by the store's lock. After an error of `replay_log` groups are empty, afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from storage.row_log.manifest import INDEX_NAME
 from storage.row_log.pages import ask_for_all
 from storage.row_log.places import COUNT, LIVE
 from storage.row_log.read_threads import for_each_block, usable_threads
-from storage.row_log.replay import bury, distinct_ids, replay
+from storage.row_log.replay import bury, distinct_ids, pick, replay
 from storage.row_log.segment import HEADER_BYTES, SegmentHeader, are_whole, read_fronts, read_header
 
 LAST_EPOCH = (1 << 63) - 1
@@ -143,9 +143,10 @@ def replay_slots(
         slots: (N,), in any order.
         last_epoch, known_epoch: as `storage.row_log.replay.replay`. Where something is known already, the segments in
             question were adopted some time ago, so their ids may be damaged by now: then checksums are asked too.
-        marks: of which rows, as `replay`; None = of all.
+        marks: hashes (`storage.row_log.replay.mark`) of the ids in question; None = all.
     """
-    take_rows(group, slots, last_epoch, known_epoch, marks)
+    picked = None if marks is None else _picked(group, slots, marks)
+    take_rows(group, slots, last_epoch, known_epoch, picked)
     index, lines = group.index, group.segments.lines
     for slot in slots[lines[slots, COUNT] >> 32 > 0].tolist():
         bury(index.table, index.shift, lines, slot)
@@ -156,17 +157,17 @@ def take_rows(
     slots: NDArray[np.int64],
     last_epoch: int,
     known_epoch: int = _NOTHING_SEEN,
-    marks: NDArray[np.uint64] | None = None,
+    picked: Mapping[int, NDArray[np.int64]] | None = None,
 ) -> None:
-    """As `replay_slots`, with tombstones left in the index."""
-    stride = None if known_epoch == _NOTHING_SEEN and marks is None else np.uint64(group.stride)
+    """As `replay_slots`, with tombstones left in the index; `picked` are the rows in question by slot, None = all."""
+    stride = None if known_epoch == _NOTHING_SEEN and picked is None else np.uint64(group.stride)
     index, lines = group.index, group.segments.lines
     parts = _parts_of(len(slots), len(index.table))
     part_bits = np.uint64((len(index.table) // parts).bit_length() - 1)
     live = np.zeros((parts, len(lines)), np.int64)
 
     def replay_part(part: int, errors: Sequence[BaseException]) -> None:
-        for slot in slots.tolist():
+        for slot in slots.tolist() if picked is None else picked:
             if errors:
                 return
             at, status = 0, SHARD_FULL
@@ -182,7 +183,7 @@ def take_rows(
                     at,
                     np.uint64(part),
                     part_bits,
-                    marks,
+                    None if picked is None else picked[slot],
                     live[part],
                 )
                 if status == SHARD_FULL:
@@ -190,6 +191,19 @@ def take_rows(
 
     for_each_block(replay_part, range(parts), parts)
     lines[:, LIVE] += live.sum(axis=0)
+
+
+def _picked(group: GroupRows, slots: NDArray[np.int64], marks: NDArray[np.uint64]) -> dict[int, NDArray[np.int64]]:
+    """Rows by slot whose ids' hashes were marked."""
+    lines, found = group.segments.lines, {}
+
+    def pick_some(first: int, errors: Sequence[BaseException]) -> None:
+        for slot in slots[first : first + _AHEAD].tolist():
+            if len(rows := pick(lines, slot, marks)):
+                found[slot] = rows
+
+    for_each_block(pick_some, range(0, len(slots), _AHEAD), usable_threads())
+    return {slot: found[slot] for slot in slots.tolist() if slot in found}
 
 
 def _parts_of(segments: int, shards: int) -> int:

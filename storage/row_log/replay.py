@@ -78,10 +78,22 @@ def mark(marks: Any, hash: Any) -> None:
     marks[at] |= _1 << (hash & _63)
 
 
-@njit(inline="always")
-def is_marked(marks: Any, hash: Any) -> Any:
-    """Whether a hash was marked, or another one that shares its bit."""
-    return (marks[(hash >> _6) & np.uint64(len(marks) - 1)] >> (hash & _63)) & _1 == _1
+@njit(nogil=True, cache=True)
+def _pick(segments: Any, slot: Any, marks: Any, rows: Any) -> Any:
+    """Write the rows of a segment whose hashes were marked, or share a bit with one; how many there are."""
+    segments, marks = uncounted(segments), uncounted(marks)
+    mask, n = np.uint64(len(marks) - 1), np.int64(0)
+    for at in range(segments[slot, COUNT] & 0xFFFFFFFF):
+        hash = _hash_at(segments, place_at(slot, at))
+        rows[n] = at
+        n += np.int64((marks[(hash >> _6) & mask] >> (hash & _63)) & _1)
+    return n
+
+
+def pick(segments: NDArray[np.int64], slot: int, marks: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Those rows of a segment, ascending, whose hashes were marked, and a few others."""
+    rows = np.empty((int(segments[slot, COUNT]) & 0xFFFFFFFF) + 1, np.int64)
+    return rows[: _pick(segments, slot, marks, rows)].copy()
 
 
 @njit(nogil=True, cache=True)
@@ -96,7 +108,7 @@ def replay(
     start: Any,
     part: Any,
     part_bits: Any,
-    marks: Any,
+    picked: Any,
     live: Any,
 ) -> Any:
     """Point the index at the rows and tombstones of a committed segment that are newer than what it points to.
@@ -110,8 +122,8 @@ def replay(
         known_epoch: the index has seen all changes up to this epoch, and buried tombstones: a moved row of an epoch up
             to it is taken only if its id has an entry. It was deleted otherwise.
         start: row to begin at.
+        picked: int64 (n,), the rows in question, ascending; None = all.
         part, part_bits: which ids: those of 2^part_bits neighbouring shards, the `part`-th so many (both uint64).
-        marks: of which hashes (`mark`); None = of all.
         live: int64 (slots,), by how much the live rows of each segment change.
 
     Returns:
@@ -123,13 +135,16 @@ def replay(
     one_epoch = (segments[slot, WIDTHS] >> 8) & 255 == 0
     hashes, rows = np.empty(count + 1, np.uint64), np.empty(count + 1, np.int64)
     n = 0
-    for at in range(start, count):
-        hashes[n] = _hash_at(segments, place_at(slot, at))
-        rows[n] = at
-        if marks is None:
+    if picked is None:
+        for at in range(start, count):
+            hashes[n] = _hash_at(segments, place_at(slot, at))
+            rows[n] = at
             n += (hashes[n] >> shift) >> part_bits == part  # else the next row takes its place
-        else:
-            n += (hashes[n] >> shift) >> part_bits == part and is_marked(marks, hashes[n])
+    else:
+        for at in picked:
+            hashes[n] = _hash_at(segments, place_at(slot, at))
+            rows[n] = at
+            n += at >= start and (hashes[n] >> shift) >> part_bits == part
     for i in range(n):
         prefetch(home_address(shards, shift, hashes[min(i + _INDEX_AHEAD, n - 1)]))
         at = rows[i]

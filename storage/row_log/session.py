@@ -24,6 +24,7 @@ from weakref import WeakSet, finalize
 from storage.errors import (
     SchemaMismatchError,
     StorageError,
+    StoreChangedError,
     StoreClosedError,
     StoreConfigError,
     StoreForkedError,
@@ -201,6 +202,7 @@ class Session:
         `follow`."""
         with Uninterrupted(), ExitStack() as view:
             with self.lock:
+                self.lock.wait_for(lambda: self.pins.may_enter)
                 self.check_open()
                 if self.reader is not None:
                     if os.getpid() != self._pid:
@@ -213,6 +215,14 @@ class Session:
                 with self.lock:
                     self.pins.leave(pin)
                     self.lock.notify_all()
+
+    @contextmanager
+    def reading_log(self) -> Iterator[None]:
+        """As `reading`, for who reads through LMDB: in a child that is a log of its own."""
+        if self.forked and self.reader is None and not self.closed:
+            self.follow_parent()
+        with self.reading():
+            yield
 
     @contextmanager
     def scanning(self) -> Iterator[int]:
@@ -256,7 +266,7 @@ class Session:
             self.writer.compactor.holds.clear()
 
     def snapshots(self) -> list[SnapshotRecord]:
-        """All named snapshots there are, oldest first. Requires: `reading`."""
+        """All named snapshots there are, oldest first. Requires: `reading_log`."""
         if self.writer is not None and not self.forked:
             with self.lock:
                 return list(self.writer.snapshots.values())
@@ -264,7 +274,7 @@ class Session:
             return self.log.snapshots(txn)
 
     def snapshot(self, name: str) -> SnapshotRecord:
-        """A named snapshot. Requires: `reading`.
+        """A named snapshot. Requires: `reading_log`.
 
         Raises:
             StoreConfigError: there is none of that name.
@@ -278,23 +288,36 @@ class Session:
 
     @contextmanager
     def holding(self, records: Sequence[SnapshotRecord]) -> Iterator[None]:
-        """Keep the segments of snapshots: in a writer they stay, a reader stays in one transaction."""
-        with self.reading(), self.lock:
+        """Keep the segments of snapshots: in a writer they stay, a reader stays in one transaction.
+
+        Raises:
+            StoreChangedError: one was dropped already.
+        """
+        process = os.getpid()
+        with self.reading_log(), self.lock:
             writer, reader = None if self.forked else self.writer, self.reader
+            self._check_kept(records)
             if reader is not None:
                 reader.hold()
-            if writer is not None:
-                for record in records:
+            for record in records:
+                if writer is not None:
                     writer.committer.view(record)
         try:
             yield
         finally:
-            with self.lock:
-                if reader is not None:
-                    reader.let_go()
-                for record in records:
-                    if writer is not None:
-                        writer.committer.end_view(record)
+            if os.getpid() == process:  # a child inherits what is held and holds nothing with it
+                with self.lock:
+                    if reader is not None:
+                        reader.let_go()
+                    for record in records:
+                        if writer is not None:
+                            writer.committer.end_view(record)
+
+    def _check_kept(self, records: Sequence[SnapshotRecord]) -> None:
+        there = self.snapshots()
+        for record in records:
+            if record not in there:
+                raise StoreChangedError(f"snapshot {record.name!r} of {self.path} was dropped while it was read")
 
     @property
     def state(self) -> State:

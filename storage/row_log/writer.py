@@ -31,10 +31,11 @@ from storage.row_log.write_buffer import WriteBuffer, buffer_bytes, rows_that_fi
 
 @dataclass(slots=True)
 class Rollback:
-    """A way back to a snapshot, for which somebody waits; `drops` are the later ones, `error` what went wrong."""
+    """A way back to a snapshot, for which somebody waits: as `Committer.rollback`; `error` is what went wrong."""
 
     name: str
     drops: tuple[str, ...]
+    end_scans: Callable[[], None]
     ended: bool = False
     error: Exception | None = None
 
@@ -216,13 +217,10 @@ class Writer:
         self._check()
         self._make(Wanted(drops=tuple(names)))
 
-    def rollback(self, name: str, drops: Collection[str]) -> None:
-        """As `Committer.rollback`.
-
-        Requires: no scan goes on.
-        """
+    def rollback(self, name: str, drops: Collection[str], end_scans: Callable[[], None]) -> None:
+        """As `Committer.rollback`."""
         self._check_none_begun()
-        work = self._wanted_rollback = Rollback(name, tuple(drops))
+        work = self._wanted_rollback = Rollback(name, tuple(drops), end_scans)
         try:
             self._await_commit(lambda: work.ended)
         finally:
@@ -356,7 +354,8 @@ class Writer:
         except StoreFullError as error:
             return error
         if wanted is not None:
-            self._made = self._begun
+            with self._of.lock:  # not once more, if the next round begins before whoever waits has woken up
+                self._made, self._wanted = self._begun, None
         self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
         return None
 
@@ -367,11 +366,11 @@ class Writer:
             if work is None or self._failure is not None:
                 return
         try:
-            self.committer.rollback(work.name, work.drops)
+            self.committer.rollback(work.name, work.drops, work.end_scans)
             self.compactor.start_over()
         except Exception as error:
             work.error = error
-            if not isinstance(error, StoreFullError | CorruptionError):  # after which nothing has changed
+            if not isinstance(error, StoreFullError | StoreConfigError | CorruptionError):  # then nothing has changed
                 raise
         finally:
             with self._of.lock:
