@@ -16,19 +16,52 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 import numpy as np
 
 from storage.interrupts import Uninterrupted
 from storage.store import BegunStore
+from tiered_emb.errors import TierCapacityError
 from tiered_emb.group import TableGroup
 from tiered_emb.saving import Saving
 from tiered_emb.tier import Tier
 
 _WINDOW_ROWS = 1 << 16  # slots looked through at once
 _LONGEST_REST_S = 0.02
+_MOST_KEPT_BYTES = 8 << 20  # of rows that are about to change
+_KEPT_SHARE = 32  # of the host budget may be for them
+
+
+def reserve(
+    groups: Sequence[TableGroup],
+    budget_bytes: int,
+    make_room: Callable[[Sequence[Any]], bool],
+    cancel_ahead: Callable[[], None],
+) -> dict[int, int]:
+    """By group number, how many rows may be kept for being about to change; their memory is charged from now on.
+
+    Args:
+        groups: of an engine.
+        budget_bytes: of it in host memory; 0 = nothing is charged.
+        make_room: as `HostBudget.make_room`.
+        cancel_ahead: lets go of what is prepared, for tiers that have to be lowered.
+    """
+    most = min(_MOST_KEPT_BYTES, budget_bytes // _KEPT_SHARE if budget_bytes else _MOST_KEPT_BYTES) // len(groups)
+    rows = {group.number: max(1, most // Saving.bytes_for(1, group.row_width)) for group in groups}
+    if not all(group.moves.saving_bytes for group in groups):
+        cancel_ahead()
+    for group in groups:
+        group.moves.saving_bytes = Saving.bytes_for(rows[group.number], group.row_width)
+    try:
+        while make_room([]):
+            pass
+    except TierCapacityError:  # a forward holds what would have to go: less is kept, and more is waited for
+        for group in groups:
+            group.moves.saving_bytes, rows[group.number] = Saving.bytes_for(1, group.row_width), 1
+    return rows
 
 
 class BackgroundState:
@@ -56,14 +89,16 @@ class BackgroundState:
         self._ended.wait()
 
     def begin(self, buffer_rows: dict[int, int]) -> None:
-        """Begin the state of now. Requires: the road; no update is under way; the Store has taken all it was given.
+        """Begin the state of now. Requires: the road; no update is under way.
 
         Args:
             buffer_rows: by group number, rows that may be kept for being about to change.
 
         Raises:
-            What the Store raises; nothing is begun then.
+            What the Store raises, also for rows that it has refused before; nothing is begun then.
         """
+        for group in self._groups:
+            group.cold.retry()
         rows = {one.number: sum(int(tier.dirty.sum()) for tier in one.tiers) for one in self._groups}
         with Uninterrupted():
             self._store.begin_state(rows)

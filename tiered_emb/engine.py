@@ -35,7 +35,7 @@ from storage.schema import Column, RowSchema, table_number
 from storage.store import BegunStore, TableRef
 from storage.volatile import VolatileStore
 from tiered_emb import forks
-from tiered_emb.background import BackgroundState
+from tiered_emb.background import BackgroundState, reserve
 from tiered_emb.budget import Coming, HostBudget
 from tiered_emb.cache import POLICIES, Directory, refusal
 from tiered_emb.cache.admission import rule_of
@@ -48,16 +48,12 @@ from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
-from tiered_emb.saving import Saving
 from tiered_emb.shares import Shares, by_number
 from tiered_emb.staging import staging_bytes
 from tiered_emb.stores import bytes_of_groups, open_store, place_of
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
-
-_MOST_KEPT_BYTES = 8 << 20  # of rows that are about to change while a state is written that has them as they are
-_KEPT_SHARE = 32  # of the host budget may be for that
 
 _ENGINES: dict[str | int, Engine] = {}
 
@@ -351,12 +347,10 @@ class Engine:
             return None
         self._await_state()
         with self.road:
-            for group in self.groups.values():
-                group.cold.retry()
             groups = list(self.groups.values())
-            buffers = self._reserve_buffers(groups)
+            rows = reserve(groups, self.config.ddr_budget_bytes, self._budget.make_room, self.cancel_ahead)
             state = BackgroundState(self.road, self.store, groups, note_of(self.progress))
-            state.begin(buffers)
+            state.begin(rows)
             self._state = state
             return state
 
@@ -365,22 +359,6 @@ class Engine:
         if self._state is not None:
             self._state.wait()
             self._state = None
-
-    def _reserve_buffers(self, groups: Sequence[TableGroup]) -> dict[int, int]:
-        """By group number, rows that may be kept for a state; their memory is charged from now on."""
-        most = min(_MOST_KEPT_BYTES, self.config.ddr_budget_bytes // _KEPT_SHARE or _MOST_KEPT_BYTES) // len(groups)
-        rows = {group.number: max(1, most // Saving.bytes_for(1, group.row_width)) for group in groups}
-        if not all(group.moves.saving_bytes for group in groups):
-            self.cancel_ahead()
-        for group in groups:
-            group.moves.saving_bytes = Saving.bytes_for(rows[group.number], group.row_width)
-        try:
-            while self._budget.make_room([]):
-                pass
-        except TierCapacityError:  # a forward holds what would have to go: less is kept, and more is waited for
-            for group in groups:
-                group.moves.saving_bytes, rows[group.number] = Saving.bytes_for(1, group.row_width), 1
-        return rows
 
     def scan(self, names: Sequence[str]) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) of the Store's rows of these tables, in blocks."""

@@ -194,7 +194,7 @@ def test_a_flush_and_a_close_wait_for_it(tmp_path: Path) -> None:
 
 
 def test_a_small_buffer_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_emb.engine._KEPT_SHARE", 1 << 30)
+    monkeypatch.setattr("tiered_emb.background._KEPT_SHARE", 1 << 30)
     training = Training(tmp_path / "st", ddr_bytes=1 << 18)
     try:
         fresh = training.rows()
