@@ -241,3 +241,33 @@ def _offset_in_file(address: int) -> int:
             if first <= address < last:
                 return address - first + int(offset, 16)
     raise AssertionError(f"address {address:x} is in no map of a data.mdb")
+
+
+@pytest.mark.parametrize("looks", ["always", "before", "after", "at last"])
+@pytest.mark.parametrize("durability", ["commit", "snapshot"])
+def test_rows_of_a_state_that_was_begun_come_after_newer_ones(path: Path, durability: str, looks: str) -> None:
+    """Also if they have been moved on by the time that the reader looks again."""
+    with writing(path, durability) as writer, reading(path, durability) as store:
+        writer.do("flush(range(1000), 1)")
+        check(store, dict.fromkeys(range(1000), 1))
+        now = dict.fromkeys(range(1000), 1)
+        for turn in range(1, 6):
+            first = 10_000 * turn
+            writer.do("t = store.open_table('t', schema_of(8)); store.begin_state({0: 600})")
+            writer.do(f"put(range({first}, {first + 200}), 2)")
+            writer.do(f"put(range(0, 1000, {turn + 1}), {10 + turn})")
+            if looks in ("always", "before"):
+                store.stats()
+            writer.do(
+                f"ids = np.arange({first + 100}, {first + 700}); "
+                "store.put_as_begun(RowIds.of(t, ids), np.full((600, 32), 3, np.uint8))"
+            )
+            writer.do("store.complete_state(b'')")
+            if looks in ("always", "after"):
+                store.stats()
+            writer.do("store.compact()")
+            now |= dict.fromkeys(range(first, first + 200), 2) | dict.fromkeys(range(first + 200, first + 700), 3)
+            now |= dict.fromkeys(range(0, 1000, turn + 1), 10 + turn)
+            if looks != "at last":
+                check(store, now)
+        check(store, now)
