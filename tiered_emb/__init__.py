@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiered_emb.config import TableConfig, TierConfig
     from tiered_emb.errors import (
+        CheckpointError,
         ConfigError,
         DataError,
         IdRangeError,
@@ -36,6 +37,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "CheckpointError",
     "ConfigError",
     "Constant",
     "DataError",

@@ -54,14 +54,13 @@ class ColdRows:
 
     def __init__(self, store: Store, group: int, schema: RowSchema) -> None:
         self.tables: dict[int, Table] = {}
-        self.unwritten = self.initialised = self.lately = 0
+        self._schema = schema
         self._store = store
         self._hinted = store if isinstance(store, HintedStore) else None
         self._deletions = 0 if self._hinted is None else self._hinted.deletions
         self._group = group
         self._dim = schema.columns[0].width
-        self._kept = HeapStore()
-        self._kept_group = self._kept.open_table("unwritten", schema).group
+        self._keep_none()
 
     @property
     def waits_for_disk(self) -> bool:
@@ -120,6 +119,18 @@ class ColdRows:
                 with Uninterrupted():
                     self._store.put(RowIds(self._group, rows.tables, rows.ids), data)
                     self._forget(rows.tables, rows.ids)
+
+    def forget(self) -> None:
+        """Let go of what the Store has not taken, and of what is known about what it has: it has gone back to a state
+        of before."""
+        self._kept.close()
+        self._keep_none()
+        self.notice_deletions()
+
+    def _keep_none(self) -> None:
+        self.unwritten = self.initialised = self.lately = 0
+        self._kept = HeapStore()
+        self._kept_group = self._kept.open_table("unwritten", self._schema).group
 
     def _forget(self, tables: TableNumbers, ids: Ids) -> None:
         self._kept.delete(RowIds(self._kept_group, tables, ids))
