@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tiered_emb.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
     from tiered_emb.config import TableConfig, TierConfig
     from tiered_emb.errors import (
         CheckpointError,
@@ -37,6 +38,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Checkpoint",
     "CheckpointError",
     "ConfigError",
     "Constant",
@@ -62,7 +64,10 @@ __all__ = [
     "TraceError",
     "TraceWriteError",
     "Uniform",
+    "list_checkpoints",
+    "load_checkpoint",
     "prefetch",
+    "save_checkpoint",
 ]
 
 _HOMES = (
@@ -74,6 +79,7 @@ _HOMES = (
     "optim",
     "module",
     "pipeline",
+    "checkpoint",
 )  # cheap ones first
 
 if not TYPE_CHECKING:  # a type checker knows the names, and takes no other

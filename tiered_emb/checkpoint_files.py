@@ -215,15 +215,15 @@ class Folder:
                 raise CheckpointError(f"{where} is missing: put it back from a copy, or load another checkpoint")
             if (found := _description(where)) != expected:
                 raise CheckpointError(
-                    f"{where} is damaged: it has {found['bytes']} bytes with SHA-256 {found['sha256'][:16]}..., written "
-                    f"were {expected['bytes']} with {expected['sha256'][:16]}...; put it back from a copy, or load "
-                    f"another checkpoint"
+                    f"{where} is damaged: it has {found['bytes']} bytes with SHA-256 {found['sha256'][:16]}..., "
+                    f"written were {expected['bytes']} with {expected['sha256'][:16]}...; put it back from a copy, or "
+                    f"load another checkpoint"
                 )
 
     # ---- one more, and fewer
 
     def new_tag(self, tag: str | None, step: int) -> str:
-        """The tag that is asked for, or one that tells the step. Raises ConfigError if it cannot be one, or is taken."""
+        """The tag that is asked for, or one that tells the step. Raises ConfigError if it cannot be one or is taken."""
         taken = {entry.name for entry in os.scandir(self.path) if not entry.name.endswith(_LEAVING)}
         if tag is None:
             names = (f"step-{step}" if n == 1 else f"step-{step}-{n}" for n in range(1, len(taken) + 2))

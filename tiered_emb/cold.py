@@ -54,13 +54,14 @@ class ColdRows:
 
     def __init__(self, store: Store, group: int, schema: RowSchema) -> None:
         self.tables: dict[int, Table] = {}
-        self._schema = schema
+        self.unwritten = self.initialised = self.lately = 0
         self._store = store
         self._hinted = store if isinstance(store, HintedStore) else None
         self._deletions = 0 if self._hinted is None else self._hinted.deletions
         self._group = group
         self._dim = schema.columns[0].width
-        self._keep_none()
+        self._kept = HeapStore()
+        self._kept_group = self._kept.open_table("unwritten", schema).group
 
     @property
     def waits_for_disk(self) -> bool:
@@ -123,14 +124,11 @@ class ColdRows:
     def forget(self) -> None:
         """Let go of what the Store has not taken, and of what is known about what it has: it has gone back to a state
         of before."""
-        self._kept.close()
-        self._keep_none()
-        self.notice_deletions()
-
-    def _keep_none(self) -> None:
+        if self.unwritten:
+            for rows, _ in list(self._kept.scan(self._kept_group)):
+                self._kept.delete(rows)
         self.unwritten = self.initialised = self.lately = 0
-        self._kept = HeapStore()
-        self._kept_group = self._kept.open_table("unwritten", self._schema).group
+        self.notice_deletions()
 
     def _forget(self, tables: TableNumbers, ids: Ids) -> None:
         self._kept.delete(RowIds(self._kept_group, tables, ids))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -405,15 +405,15 @@ class Engine:
         """
         noted = progress_of(self.store.note)
         self.progress = {number: replace(one, steps=0) for number, one in self.progress.items()} | noted
-        for group in self.groups.values():
-            group.forget()
+        self.forget_tiers()
         self._budget.forget()
-        self.tell()
-
-    def tell(self) -> None:
-        """Have modules notice that rows and progress are others."""
         for member in list(self._members):
             member.went_back()
+
+    def forget_tiers(self) -> None:
+        """Have the tiers be empty. Requires: the road, nothing prepared ahead, and nothing that is not in the Store."""
+        for group in self.groups.values():
+            group.forget()
 
     def _keeps(self) -> LmdbStore:
         if self.keeper is None:
@@ -511,6 +511,26 @@ class Engine:
                 f"{'this machine' if name == 'ddr' else device}"
             ) from error
 
+    def resize_empty(self, schema: RowSchema, capacities: Mapping[str, int]) -> bool:
+        """Give the empty tiers of a group so many slots, by name, if the budgets have room for that; else nothing
+        happens. Unlike a tier that holds rows, an empty one may become larger.
+
+        Requires: the road, and tiers that have just forgotten everything.
+        """
+        group = self.groups[schema]
+        before = list(group.tiers)
+        for at, tier in enumerate(before):
+            rows = capacities[tier.name]
+            if rows > tier.capacity_rows and tier.name == "hbm":
+                rows = min(rows, self._shares.hbm_rows(schema, None))
+            group.tiers[at] = self._new_tier(tier.name, rows, schema, tier.slab.device)
+            group.tiers[at].counters = tier.counters
+        self._set_shares()
+        fits = not self.config.ddr_budget_bytes or self._budget.charged_bytes() <= self.config.ddr_budget_bytes
+        if not fits:
+            group.tiers[:] = before
+        return fits
+
     def _divide(self) -> None:
         """Lower the tiers of groups that now share their budgets with new ones."""
         for schema, group in self.groups.items() if self.config.hbm_budget_bytes else ():
@@ -520,6 +540,11 @@ class Engine:
                 group.shrink(group.top, rows)
         if self.config.ddr_budget_bytes:
             self._budget.lower_for_new()
+
+
+def open_engines() -> list[Engine]:
+    """All of this process whose Store was named, by a path or as it is."""
+    return list(_ENGINES.values())
 
 
 def row_schema(dim: int, rule: RowRule) -> RowSchema:

@@ -145,6 +145,11 @@ class TieredTables(nn.Module):
         check_no_pass(f"go back to {name!r}")
         self._engine.rollback(name)
 
+    def set_steps(self, steps: int) -> None:
+        """Count updates from here on."""
+        self._updates.steps = steps
+        self._count_steps(steps)
+
     def went_back(self) -> None:
         """As `tiered_emb.engine.Member.went_back`."""
         self._updates.discard()
