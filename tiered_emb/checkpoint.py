@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ def load_checkpoint(
     optimizer: Stateful | None = None,
     loader: Stateful | None = None,
     tag: str | None = None,
+    *,
+    check: Callable[[Any], None] | None = None,
 ) -> Checkpoint:
     """Go back, or forward, to a checkpoint: rows, optimizer state, steps, dense part, random generators, loader.
 
@@ -171,6 +174,7 @@ def load_checkpoint(
         model, optimizer, loader: as saved; None = what was saved of an optimizer or a loader is left alone. The loader
             is the loader itself.
         tag: of the checkpoint; None = the newest.
+        check: called with ``extra`` before anything changes; what it raises stops the load.
 
     Returns:
         The checkpoint, with ``extra``.
@@ -192,6 +196,8 @@ def load_checkpoint(
         plans = [Plan.of(engine, modules, manifest.modules, manifest.stores, folder) for engine in engines]
         beside = read_dense(folder.path / manifest.tag / DENSE)
         check_beside(model, modules, optimizer, loader, beside, manifest.tag)
+        if check is not None:
+            check(beside["extra"])
         dropped = _load_rows(folder, manifest, plans)
         cold = [reason for plan in plans for reason in plan.warm(folder.path / manifest.tag / TIERS)]
     load_beside(model, optimizer, loader, beside)
