@@ -38,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+from uuid import UUID
 
 from storage.errors import (
     CorruptionError,
@@ -447,6 +448,11 @@ class LmdbStore:
         self._read_ahead.announce(rows)
 
     # ---- what it is
+
+    @property
+    def uuid(self) -> UUID:
+        """The store's identity, from its creation on."""
+        return self._session.manifest.uuid
 
     @property
     def note(self) -> bytes:

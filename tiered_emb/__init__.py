@@ -11,8 +11,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tiered_emb.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
     from tiered_emb.config import TableConfig, TierConfig
     from tiered_emb.errors import (
+        CheckpointError,
         ConfigError,
         DataError,
         IdRangeError,
@@ -36,6 +38,8 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Checkpoint",
+    "CheckpointError",
     "ConfigError",
     "Constant",
     "DataError",
@@ -60,7 +64,10 @@ __all__ = [
     "TraceError",
     "TraceWriteError",
     "Uniform",
+    "list_checkpoints",
+    "load_checkpoint",
     "prefetch",
+    "save_checkpoint",
 ]
 
 _HOMES = (
@@ -72,6 +79,7 @@ _HOMES = (
     "optim",
     "module",
     "pipeline",
+    "checkpoint",
 )  # cheap ones first
 
 if not TYPE_CHECKING:  # a type checker knows the names, and takes no other

@@ -109,6 +109,10 @@ class HostBudget:
             [Coming(group, missing, unique, floored=floored)]
         )
 
+    def forget(self) -> None:
+        """The Store has gone back to a state of before, and the tiers are empty."""
+        self._stored_before = self._stored_rows()
+
     def charge_only(self, groups: Iterable[TableGroup]) -> None:
         """Let go of all other groups, which nobody will use."""
         self._groups = list(groups)

@@ -46,6 +46,18 @@ main.add_command(policies)
 )
 @click.option("--store", metavar="DIRECTORY", help="Where rows rest; new, or without rows.  [default: temporary]")
 @click.option(
+    "--checkpoint-every",
+    metavar="STEPS",
+    type=int,
+    help="Save a checkpoint so often, and at the end; needs --store.  [default: never]",
+)
+@click.option(
+    "--checkpoints",
+    metavar="DIRECTORY",
+    help="Where checkpoints are.  [default: beside the store, its name.checkpoints]",
+)
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, or start if there is nothing yet.")
+@click.option(
     "--policy",
     default="lru",
     show_default=True,

@@ -128,6 +128,15 @@ class ColdRows:
                     self._store.put(RowIds(self._group, rows.tables, rows.ids), data)
                     self._forget(rows.tables, rows.ids)
 
+    def forget(self) -> None:
+        """Let go of what the Store has not taken, and of what is known about what it has: it has gone back to a state
+        of before."""
+        if self.unwritten:
+            for rows, _ in list(self._kept.scan(self._kept_group)):
+                self._kept.delete(rows)
+        self.unwritten = self.initialised = self.lately = 0
+        self.notice_deletions()
+
     def _forget(self, tables: TableNumbers, ids: Ids) -> None:
         self._kept.delete(RowIds(self._kept_group, tables, ids))
         self._count_unwritten()

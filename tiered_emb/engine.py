@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
+from uuid import uuid4
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -32,6 +35,7 @@ from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore
 from storage.schema import Column, RowSchema, table_number
+from storage.snapshot import Snapshot
 from storage.store import BegunStore, TableRef
 from storage.volatile import VolatileStore
 from tiered_emb import forks
@@ -56,6 +60,13 @@ from tiered_emb.trace import TraceWriter
 from tiered_emb.workers import WorkerPool
 
 _ENGINES: dict[str | int, Engine] = {}
+
+
+class Member(Protocol):
+    """A module over an engine."""
+
+    def went_back(self) -> None:
+        """Rows and progress are others now: what was recorded of the ones before is void."""
 
 
 class Engine:
@@ -91,6 +102,8 @@ class Engine:
             if self._owned:
                 self.store.close()
             raise
+        self._identity = uuid4()
+        self._members: WeakSet[Member] = WeakSet()
         self._shares = Shares(config)
         self._users = 0
         self._state: BackgroundState | None = None  # that was begun
@@ -179,6 +192,10 @@ class Engine:
     def steps(self, names: Sequence[str]) -> int:
         """Optimizer steps taken by the module of these tables, over all its lives."""
         return max(self.progress[table_number(name)].steps for name in names)
+
+    def seed(self, name: str) -> int:
+        """Of a table's rows that were never stored."""
+        return self.progress[table_number(name)].seed
 
     def count_steps(self, names: Sequence[str], steps: int) -> None:
         """Remember the module's steps; the next flush keeps them."""
@@ -360,6 +377,96 @@ class Engine:
             self._state.wait()
             self._state = None
 
+    # ------------------------------------------------------------------------------------------- states by name
+
+    def join(self, member: Member) -> None:
+        """Have a module notice when the engine goes back; as long as it lives."""
+        self._members.add(member)
+
+    @property
+    def identity(self) -> str:
+        """Of the Store, wherever it is; of one without a uuid, in this process only."""
+        return str(self._identity if self.keeper is None else self.keeper.uuid)
+
+    @property
+    def keeper(self) -> LmdbStore | None:
+        """The Store, if it keeps states by name."""
+        return self.store if isinstance(self.store, LmdbStore) else None
+
+    def write_back(self) -> None:
+        """Hand every changed row to the Store; nothing is made durable by that."""
+        self._await_state()
+        with self.road:
+            for group in self.groups.values():
+                group.write_back()
+
+    def snapshot(self, name: str, drop: Collection[str] = ()) -> Snapshot:
+        """As :meth:`flush`, and keep that state under a name; arguments and errors as of `LmdbStore.snapshot`.
+
+        Raises ConfigError if the Store keeps no states by name.
+        """
+        self._await_state()
+        with self.road:
+            store = self._keeps()
+            self.write_back()
+            with Uninterrupted():
+                return store.snapshot(name, note_of(self.progress), drop=drop)
+
+    def rollback(self, name: str) -> None:
+        """Go back to a snapshot of the Store: rows, optimizer state, steps. Whatever changed since is gone, in tiers,
+        among rows the Store has refused and in what is prepared ahead; newer snapshots go too. Modules stay as they
+        are but for their steps, also those of others over this Store. Forwards made before cannot be gone backward
+        from (PlanReleasedError).
+
+        Requires: no backward pass is under way.
+        Raises ConfigError if the Store keeps no states by name, or has other seeds in that one, and as
+        `LmdbStore.rollback`; nothing has changed then.
+        """
+        self._await_state()
+        with self.road:
+            store = self._keeps()
+            self._check_seeds(store, name)
+            self.cancel_ahead()
+            with Uninterrupted():
+                store.rollback(name, drop_later=True)
+                self.forget()
+
+    def forget(self) -> None:
+        """Let go of all that is not in the Store, without writing it; progress is what the Store's note says.
+
+        Requires: the road, and nothing prepared ahead.
+        """
+        noted = progress_of(self.store.note)
+        self.progress = {number: replace(one, steps=0) for number, one in self.progress.items()} | noted
+        self.forget_tiers()
+        self._budget.forget()
+        for member in list(self._members):
+            member.went_back()
+
+    def forget_tiers(self) -> None:
+        """Have the tiers be empty. Requires: the road, nothing prepared ahead, and nothing that is not in the Store."""
+        for group in self.groups.values():
+            group.forget()
+
+    def _keeps(self) -> LmdbStore:
+        if self.keeper is None:
+            raise ConfigError(
+                f"the rows are in a {type(self.store).__name__}, which keeps no states by name: give TierConfig a path "
+                f"or an LmdbStore as store"
+            )
+        return self.keeper
+
+    def _check_seeds(self, store: LmdbStore, name: str) -> None:
+        found = [one for one in store.snapshots() if one.name == name]
+        noted = progress_of(found[0].note) if found else {}
+        for table in self.tables.values():
+            mine, other = self.progress[table.number].seed, noted.get(table.number)
+            if other is not None and other.seed != mine:
+                raise ConfigError(
+                    f"table {table.name!r} has seed {mine}, but {other.seed} in snapshot {name!r}: make its module "
+                    f"with seed={other.seed}"
+                )
+
     def scan(self, names: Sequence[str]) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) of the Store's rows of these tables, in blocks."""
         numbers = {self.tables[name].number: name for name in names}
@@ -437,6 +544,26 @@ class Engine:
                 f"{'this machine' if name == 'ddr' else device}"
             ) from error
 
+    def resize_empty(self, schema: RowSchema, capacities: Mapping[str, int]) -> bool:
+        """Give the empty tiers of a group so many slots, by name, if the budgets have room for that; else nothing
+        happens. Unlike a tier that holds rows, an empty one may become larger.
+
+        Requires: the road, and tiers that have just forgotten everything.
+        """
+        group = self.groups[schema]
+        before = list(group.tiers)
+        for at, tier in enumerate(before):
+            rows = capacities[tier.name]
+            if rows > tier.capacity_rows and tier.name == "hbm":
+                rows = min(rows, self._shares.hbm_rows(schema, None))
+            group.tiers[at] = self._new_tier(tier.name, rows, schema, tier.slab.device)
+            group.tiers[at].counters = tier.counters
+        self._set_shares()
+        fits = not self.config.ddr_budget_bytes or self._budget.charged_bytes() <= self.config.ddr_budget_bytes
+        if not fits:
+            group.tiers[:] = before
+        return fits
+
     def _divide(self) -> None:
         """Lower the tiers of groups that now share their budgets with new ones."""
         for schema, group in self.groups.items() if self.config.hbm_budget_bytes else ():
@@ -446,6 +573,11 @@ class Engine:
                 group.shrink(group.top, rows)
         if self.config.ddr_budget_bytes:
             self._budget.lower_for_new()
+
+
+def open_engines() -> list[Engine]:
+    """All of this process whose Store was named, by a path or as it is."""
+    return list(_ENGINES.values())
 
 
 def row_schema(dim: int, rule: RowRule) -> RowSchema:

@@ -7,9 +7,10 @@ The tree (catch broad or narrow; errors of rows at rest live in :mod:`storage.er
     |-- InvalidBatchError      (ValueError)    ids, lengths, offsets or weights that do not fit together
     |-- IdRangeError           (IndexError)    an id outside a bounded table
     |-- TierCapacityError      (MemoryError)   a batch needs more rows than a tier can hold at once
-    |-- PlanReleasedError      (RuntimeError)  a backward pass over rows that were already updated and released
+    |-- PlanReleasedError      (RuntimeError)  a backward pass over rows that were updated and released, or let go
     |-- ModuleClosedError      (RuntimeError)  a module was used after close()
     |-- DataError              (ValueError)    a data file that is not what its reader expects
+    |-- CheckpointError        (ValueError)    a checkpoint that is damaged, not whole, or of something else
     `-- TraceError             (ValueError)    a request trace that cannot be used: cut, damaged, foreign, there already
         `-- TraceWriteError    (OSError)       a trace could not be written: disk full, or failing
 
@@ -40,7 +41,7 @@ class TierCapacityError(TieredEmbError, MemoryError):
 
 
 class PlanReleasedError(TieredEmbError, RuntimeError):
-    """A backward pass reached rows that an earlier one updated and released."""
+    """A backward pass reached rows that an earlier one updated and released, or that a rollback let go."""
 
 
 class ModuleClosedError(TieredEmbError, RuntimeError):
@@ -49,6 +50,11 @@ class ModuleClosedError(TieredEmbError, RuntimeError):
 
 class DataError(TieredEmbError, ValueError):
     """A data file that is not what its reader expects; names file, line and field."""
+
+
+class CheckpointError(TieredEmbError, ValueError):
+    """A checkpoint that is damaged, not whole, or of something else; or a moment at which none can be made or loaded.
+    Says what was seen and what to do."""
 
 
 class TraceError(TieredEmbError, ValueError):

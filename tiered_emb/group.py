@@ -34,7 +34,6 @@ Shapes: N ids, U unique ids, M missing rows, V victims, D dimension, K state wid
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias
@@ -64,7 +63,7 @@ from tiered_emb.plan import (
     Rows,
     Slots,
     TableNumbers,
-    Unpinned,
+    UnpinQueue,
 )
 from tiered_emb.reading import pool_rows, read_rows
 from tiered_emb.scratch import Scratch
@@ -120,7 +119,7 @@ class TableGroup:
         self._scratch = Scratch()  # of a batch's positions
         self._parts = Scratch()  # of the batch that is planned
         self._plans = self._forwards = 0
-        self._unpinned: deque[Unpinned] = deque()
+        self._unpinned = UnpinQueue()
         self._spare: list[BatchArrays] = []
 
     def forget_threads(self) -> None:
@@ -440,6 +439,33 @@ class TableGroup:
         self.moves.tier_shrank()
         if error is not None:
             raise error
+
+    def forget(self) -> None:
+        """Let go of all rows that are not in the Store, without writing any; plans that are alive are over.
+
+        For a Store that has gone back to a state of before. Requires: the road; no update is going on.
+        """
+        with self.updating:
+            self._unpinned.over = True
+            self._unpinned = UnpinQueue()
+            for tier in self.tiers:
+                tier.forget()
+            self.cold.forget()
+
+    def fill(self, tier: Tier, slots: Slots) -> None:
+        """Read the rows of slots (N,) that a loaded directory names. Raises what the Store raises."""
+        for part in self.moves.chunks(slots):
+            tables, ids = tier.directory.slot_tables[part], tier.directory.slot_ids[part]
+            rows = np.empty((len(part), self.row_width), np.float32)
+            tier.stored[part] = self.cold.read(tables, ids, rows)
+            tier.write(part, rows)
+
+    def put_cold(self, tables: TableNumbers, ids: Ids, rows: Rows) -> None:
+        """Hand rows (N, D + K) that no tier holds to the Store. Raises what the Store raises."""
+        with Uninterrupted():
+            self._make_room_to_write(len(ids))
+            if error := self.cold.write(tables, ids, rows, np.zeros(len(ids), np.bool_)):
+                raise error
 
     def _find(self, batch: IdBatch) -> tuple[Slots, Parted]:
         """Slots (U,) in the top tier, -1 = absent, and the rows that it holds and lacks, once there is room for all."""

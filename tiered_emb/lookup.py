@@ -108,6 +108,11 @@ class Updates:
                     _release(lookup, [use])
             self._uses = {}
 
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait for the rule."""
+        return bool(self._uses)
+
     def close(self) -> None:
         """Forget recorded uses and refuse further ones."""
         self.discard()
@@ -134,11 +139,16 @@ def forget_failed_passes() -> None:
     gc.collect()
 
 
+def passing() -> bool:
+    """Whether this thread is in the middle of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def _is_over(lookup: TableLookup) -> PlanReleasedError:
     tables = sorted({feature.table for feature in lookup.features.values()})
     return PlanReleasedError(
-        f"tables {listed(tables)}: a backward pass has already updated and released the rows of this forward; "
-        f"run the forward again, or add the losses and go backward once"
+        f"tables {listed(tables)}: a backward pass has already updated and released the rows of this forward, or a "
+        f"rollback has let them go; run the forward again, or add the losses and go backward once"
     )
 
 

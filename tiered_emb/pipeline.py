@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
@@ -79,6 +79,14 @@ def _end(queue: SimpleQueue[Entry[Any] | None], entries: deque[Entry[Any]]) -> N
     queue.put(None)
 
 
+@runtime_checkable
+class Positioned(Protocol):
+    """A loader that knows where it is, as torchdata's do."""
+
+    def state_dict(self) -> Any:
+        """Its position, of tensors, numbers, strings, lists and dicts, not changed by what the loader does later."""
+
+
 class Prefetch(Generic[Batch]):
     """Iterator over the batches of a loader, each prepared before its turn; made by :func:`prefetch`.
 
@@ -94,7 +102,9 @@ class Prefetch(Generic[Batch]):
         lookahead: int,
     ) -> None:
         self.stats = PrefetchStats()
+        self._loader = loader if isinstance(loader, Positioned) else None
         self._batches: Iterator[Batch] | None = iter(loader)
+        self._position = self._read_to = self._loader_position()
         self._modules = modules
         self._ids = ids
         self._lookahead = lookahead
@@ -121,9 +131,11 @@ class Prefetch(Generic[Batch]):
             self._given = False
         self._read_ahead()
         if not self._entries:
+            self._position = self._read_to
             self.close()
             raise StopIteration if self._failure is None else self._failure
         self._given = True
+        self._position = self._entries[0].position
         self.stats.batches += 1
         given: Batch = self._entries[0].batch
         return given
@@ -137,13 +149,28 @@ class Prefetch(Generic[Batch]):
         while self._batches is not None and len(self._entries) <= self._lookahead:
             try:
                 batch = next(self._batches)
-                entry = Entry(batch, self._parts(batch))
+                self._read_to = self._loader_position()
+                entry = Entry(batch, self._parts(batch), self._read_to)
             except Exception as error:
                 self._batches = None
+                self._read_to = self._loader_position()
                 self._failure = None if isinstance(error, StopIteration) else error
                 return
             self._entries.append(entry)
             self._hand_over(entry)
+
+    def _loader_position(self) -> Any:
+        return None if self._loader is None else self._loader.state_dict()
+
+    def state_dict(self) -> Any:
+        """The loader's position behind the batch that was given last, however far it was read: for a checkpoint.
+
+        It is the loader that goes on from it (``load_state_dict``), before a new loop begins.
+        Raises ConfigError if the loader has no ``state_dict``.
+        """
+        if self._loader is None:
+            raise ConfigError("the loader has no state_dict() that says where it is: give one that has")
+        return self._position
 
     def _hand_over(self, entry: Entry[Batch]) -> None:
         if self._lookahead == 0 or not entry.parts:  # the forward prepares its own

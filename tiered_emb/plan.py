@@ -203,6 +203,16 @@ class Victims:
         return cls(slots, np.empty(0, np.uint32), np.empty(0, np.int64), none, none, none, slots)
 
 
+class UnpinQueue(deque[Unpinned]):
+    """Slots of plans that are over, until the next plan is made.
+
+    Attributes:
+        over: the tiers were cleared since: what the pins that post here have pinned is not there any more.
+    """
+
+    over = False
+
+
 class Pin:
     """The pins of one plan, so that they end with it whatever becomes of it.
 
@@ -210,17 +220,22 @@ class Pin:
     empties before the next plan: dropping may happen in any thread and at any moment, a Directory is one thread's.
     """
 
-    __slots__ = ("_unpinned", "released", "slots")
+    __slots__ = ("_released", "_unpinned", "slots")
 
-    def __init__(self, slots: Slots, unpinned: deque[Unpinned]) -> None:
+    def __init__(self, slots: Slots, unpinned: UnpinQueue) -> None:
         self.slots = slots
-        self.released = False
+        self._released = False
         self._unpinned = unpinned
+
+    @property
+    def released(self) -> bool:
+        """The slots may hold other rows, or none."""
+        return self._released or self._unpinned.over
 
     def release(self, spare: BatchArrays | None) -> None:
         """Post the slots, and arrays that nobody needs any more; once."""
-        if not self.released:
-            self.released = True
+        if not self._released:
+            self._released = True
             self._unpinned.append((self.slots, spare))
 
     def __del__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.lookup import LookupInput, Question
@@ -170,10 +170,11 @@ class Part:
 
 
 class Entry(Generic[Batch]):
-    """One batch on its way through the queue."""
+    """One batch on its way through the queue; `position` is the loader's behind it."""
 
-    def __init__(self, batch: Batch, parts: Sequence[Part]) -> None:
+    def __init__(self, batch: Batch, parts: Sequence[Part], position: Any = None) -> None:
         self.batch = batch
+        self.position = position
         self.parts = parts
         self.clock = Clock()
         self.done = threading.Event()

@@ -19,14 +19,22 @@ from torch import nn
 
 from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
+from storage.snapshot import Snapshot
 from storage.store import TableRef
 from tiered_emb.cache import room
 from tiered_emb.config import TableConfig, TierConfig, as_int
 from tiered_emb.engine import Engine
-from tiered_emb.errors import ConfigError, InvalidBatchError, ModuleClosedError, TierCapacityError, TraceError
+from tiered_emb.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidBatchError,
+    ModuleClosedError,
+    TierCapacityError,
+    TraceError,
+)
 from tiered_emb.group import TableGroup, unseen
 from tiered_emb.inputs import checked_ids, kind_of, listed
-from tiered_emb.lookup import LookupInput, Question, Updates, UpdateTime, forget_failed_passes
+from tiered_emb.lookup import LookupInput, Question, Updates, UpdateTime, forget_failed_passes, passing
 from tiered_emb.metrics import EngineStats
 from tiered_emb.optim import RowRule, RowwiseAdagrad
 from tiered_emb.optim.facade import RowOptimizer
@@ -96,6 +104,7 @@ class TieredTables(nn.Module):
         self._opened = dict(zip((table.name for table in self.tables), opened, strict=True))
         names = [table.name for table in self.tables]
         self._updates = Updates(options.update, self._current_rule, self._engine.steps(names), self._count_steps)
+        self._engine.join(self)
         self._dropped = weakref.finalize(self, self._engine.abandon, names)
         self._dropped.atexit = False
 
@@ -114,6 +123,94 @@ class TieredTables(nn.Module):
         """Make every changed row, optimizer state included, durable in the store as one state."""
         self._check_open()
         self._engine.flush()
+
+    def snapshot(self, name: str) -> Snapshot:
+        """As :meth:`flush`, and keep that state of the store under a name, to go back to.
+
+        Raises ConfigError if the store keeps no states by name, and as `LmdbStore.snapshot`.
+        """
+        self._check_open()
+        return self._engine.snapshot(name)
+
+    def rollback(self, name: str) -> None:
+        """Go back to a snapshot of the store: rows, optimizer state and steps, of every module over that store.
+
+        What changed since is gone, flushed or not, and so are newer snapshots. Between two steps, in the thread that
+        trains: a forward made before cannot be gone backward from (PlanReleasedError), and gradients that wait for
+        ``optimizer.step()`` are forgotten.
+
+        Raises CheckpointError in the middle of a backward pass, and as `Engine.rollback`; nothing has changed then.
+        """
+        self._check_open()
+        check_no_pass(f"go back to {name!r}")
+        self._engine.rollback(name)
+
+    def set_steps(self, steps: int) -> None:
+        """Count updates from here on."""
+        self._updates.steps = steps
+        self._count_steps(steps)
+
+    def went_back(self) -> None:
+        """As `tiered_emb.engine.Member.went_back`."""
+        self._updates.discard()
+        self._updates.steps = self._engine.steps([table.name for table in self.tables])
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise CheckpointError, and ModuleClosedError, unless a step is complete, so that one can do ``what``."""
+        self._check_open()
+        check_no_pass(what)
+        self._updates.drop_failed()
+        if self._updates.pending:
+            raise CheckpointError(
+                f"gradients of the module of {listed([table.name for table in self.tables])} wait for its "
+                f"optimizer.step(): {what} after that, or after its zero_grad()"
+            )
+
+    @property
+    def engine(self) -> Engine:
+        """What the module shares with others over its store."""
+        return self._engine
+
+    @property
+    def steps(self) -> int:
+        """Updates of the rows so far, over all lives of the tables."""
+        return self._updates.steps
+
+    @property
+    def rule(self) -> RowRule:
+        """The row rule, at the present learning rate."""
+        return self._current_rule()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What ``state_dict()`` has of the rows: not they, but where they are and how far. Small."""
+        place = self._engine.keeper
+        return {
+            "store": None if place is None else str(place.path),
+            "uuid": self._engine.identity,
+            "steps": self.steps,
+            "rule": self.rule.name,
+            "tables": {table.name: [table.embedding_dim, self._engine.seed(table.name)] for table in self.tables},
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that ``state_dict()`` was made over the rows that are here.
+
+        Raises CheckpointError if they are of other tables, of another store, or further or less far.
+        """
+        mine = self.get_extra_state()
+        for what, remedy in (
+            ("tables", "make the module with the same names, dimensions and seed"),
+            (
+                "uuid",
+                f"open the module over the store of then ({state.get('store') or 'it was in memory, and is gone'})",
+            ),
+            ("steps", "go back to where the rows were, with load_checkpoint() or rollback()"),
+        ):
+            if state.get(what) != mine[what]:
+                raise CheckpointError(
+                    f"the state is of rows with {what} {state.get(what)}, but here they have {mine[what]}: rows are "
+                    f"not in a state_dict(); {remedy}, or leave this entry out"
+                )
 
     def close(self) -> None:
         """Flush and let go of the tiers and the store; a second close does nothing.
@@ -328,6 +425,12 @@ class TieredTables(nn.Module):
             raise ModuleClosedError(
                 f"the module of {listed([table.name for table in self.tables])} is closed; make a new one"
             )
+
+
+def check_no_pass(what: str) -> None:
+    """Raise CheckpointError in the middle of a backward pass, whose rows it would take to do ``what``."""
+    if passing():
+        raise CheckpointError(f"a backward pass is under way: {what} between two steps")
 
 
 def _check_options(options: ModuleOptions) -> None:

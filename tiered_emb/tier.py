@@ -26,6 +26,7 @@ from storage.memory import give_back, zeros
 from tiered_emb import kernels
 from tiered_emb.cache import Directory, room
 from tiered_emb.cache.admission import admission_bytes, rule_of
+from tiered_emb.cache.arrays import Arrays
 from tiered_emb.cache.sizes import most_rows
 from tiered_emb.metrics import RowCounters
 from tiered_emb.plan import Ids, Rows, Slots, TableNumbers, Victims
@@ -34,6 +35,7 @@ from tiered_emb.staging import staging_bytes, staging_for
 Flags: TypeAlias = NDArray[np.bool_]
 
 FLOAT_BYTES = 4
+ADMISSION = "admission."  # in front of the names of its arrays
 _NOTHING_BESIDE: AbstractContextManager[None] = nullcontext()
 
 
@@ -207,6 +209,34 @@ class Tier:
         self.counters.add("rows", self.directory.slot_tables[slots], -1)
         self.directory.remove(slots)
         self.dirty[slots] = self.unsaved[slots] = False
+
+    def forget(self) -> None:
+        """Be empty: every row, pin and count of the policy goes, and no row is written."""
+        slots = self.directory.occupied()
+        self.counters.add("rows", self.directory.slot_tables[slots], -1)
+        self.dirty[slots] = self.stored[slots] = self.unsaved[slots] = False
+        self.directory.clear()
+        self.admission = rule_of(self._kind.admission, self.capacity_rows)
+
+    def save(self) -> Arrays:
+        """What :meth:`load` needs, by name: which rows there are, what the policy and the rule of admission know."""
+        admission = {ADMISSION + name: array for name, array in self.admission.save().items()}
+        return self.directory.save() | admission
+
+    def load(self, saved: Arrays) -> Slots:
+        """Name the rows that another tier of this capacity, policy and admission held when it was saved, clean and not
+        known to be stored; their slots (N,), for the caller to fill.
+
+        Requires: the tier is empty, and every table of the rows is counted here.
+        Raises ValueError, with nothing changed, for what :meth:`save` did not give for such a tier.
+        """
+        rule = rule_of(self._kind.admission, self.capacity_rows)
+        rule.load({name.removeprefix(ADMISSION): saved[name] for name in saved if name.startswith(ADMISSION)})
+        self.directory.load({name: saved[name] for name in saved if not name.startswith(ADMISSION)})
+        self.admission = rule
+        slots = self.directory.occupied()
+        self.counters.add("rows", self.directory.slot_tables[slots])
+        return slots
 
     def shrink(self, capacity_rows: int) -> Victims:
         """Drop to ``capacity_rows``; the rows that had to leave, still in the slab until :meth:`discard`. Those that

@@ -1,24 +1,21 @@
 """One run of the main job: from options to a report.
 
-The store must be empty of rows: the dense part of the model lives in memory and ends with the run, so rows trained
-with it are of no use to a fresh one. Without ``--store`` the rows rest in a temporary directory that the run removes.
-However the run ends - done, Ctrl-C, a bad line of data, a full disk - the bags are closed, so that what was trained
-rests in the store.
+A run starts from untrained rows, because those that are stored go with a dense part that they were trained with; or it
+resumes at a checkpoint, which has both (`tiered_emb.reference.resuming`). Without ``--store`` the rows rest in a
+temporary directory that the run removes. However the run ends - done, Ctrl-C, a bad line of data, a full disk - the
+bags are closed, so that what was trained rests in the store.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 
 from tiered_emb.config import TableConfig
@@ -33,28 +30,12 @@ from tiered_emb.reference.interrupt import Interrupted, StopSignal
 from tiered_emb.reference.movielens import MovieLensStream, cache_folder, fetch
 from tiered_emb.reference.progress import meter
 from tiered_emb.reference.report import Report
+from tiered_emb.reference.resuming import Resuming, Trained
 from tiered_emb.reference.settings import INIT_RANGE, SYNTHETIC_SAMPLES, Settings
 from tiered_emb.reference.stream import ClickBatch, ClickStream, Part
 from tiered_emb.reference.synthetic import SyntheticStream
 from tiered_emb.reference.training import DivergedError, Evaluation, Learner, check_finite, evaluate, fingerprints
 from tiered_emb.reference.words import counted
-
-
-@dataclass
-class Trained:
-    """What training leaves behind beside the rows.
-
-    Attributes:
-        losses: float32, one a step.
-        fingerprints: (C, B) uint32 of the pooled rows of every step, where a check is to follow.
-        samples: trained on.
-        seconds: it took.
-    """
-
-    losses: array[float] = field(default_factory=lambda: array("f"))
-    fingerprints: list[NDArray[np.uint32]] = field(default_factory=list)
-    samples: int = 0
-    seconds: float = 0.0
 
 
 def run_job(settings: Settings, console: Console, *, hashes: bool = False, check: bool = False) -> Report:
@@ -68,16 +49,17 @@ def run_job(settings: Settings, console: Console, *, hashes: bool = False, check
         console.print("no GPU here: the HBM tier stands in host memory", highlight=False)
     with StopSignal() as stop, _store_path(settings) as path:
         job = Job(settings, stream, console, stop)
-        with job.open_bags(path) as bags:
-            _refuse_rows(bags, path)
+        with job.open_bags(path) as bags, Resuming(settings, job.stream, bags, console) as saves:
+            saves.refuse_rows(path)
             trained = Trained()
             try:
-                return job.run(bags, trained, hashes=hashes, check=check)
+                return job.run(bags, trained, saves, hashes=hashes, check=check)
             except Interrupted:
+                saves.save_last(trained)
                 step = len(trained.losses)
-                raise Interrupted(f"interrupted after step {step:,}{_left(settings, bags)}") from None
+                raise Interrupted(f"interrupted after step {step:,}{_left(settings, bags, saves)}") from None
             except (DataError, DivergedError) as error:
-                raise type(error)(f"{error}{_left(settings, bags)}") from error
+                raise type(error)(f"{error}{_left(settings, bags, saves)}") from error
 
 
 class Job:
@@ -108,10 +90,13 @@ class Job:
         shape = Shape(features, self.stream.dense_width, self.settings.dim)
         return Learner(shape, self.settings.seed, _device(self.settings))
 
-    def run(self, bags: TieredEmbeddingBagCollection, trained: Trained, *, hashes: bool, check: bool) -> Report:
-        """The whole run; ``trained`` is filled as it goes."""
+    def run(
+        self, bags: TieredEmbeddingBagCollection, trained: Trained, saves: Resuming, *, hashes: bool, check: bool
+    ) -> Report:
+        """The whole run, or what is left of it; ``trained`` is filled as it goes."""
         learner = self.learner()
-        self.train(learner, bags, trained, check)
+        saves.resume(learner, trained)
+        self.train(learner, bags, trained, saves, check)
         evaluation = self.test(learner, bags)
         check_finite(evaluation.log_loss, "the loss on what was held out", self.settings.lr)
         bags.flush()
@@ -134,13 +119,17 @@ class Job:
             dense_check=verdict,
         )
 
-    def train(self, learner: Learner, bags: TieredEmbeddingBagCollection, trained: Trained, keep: bool) -> None:
-        """All epochs; ``keep`` fingerprints for a check."""
+    def train(
+        self, learner: Learner, bags: TieredEmbeddingBagCollection, trained: Trained, saves: Resuming, keep: bool
+    ) -> None:
+        """All epochs, from where ``trained`` is; ``keep`` fingerprints for a check."""
         bags.train()
+        before, ahead = trained.seconds, self._train_batches(len(trained.losses))
         with (
             meter(self._console, "train", self._train_samples(), "compiling kernels, once") as shown,
-            prefetch(self._train_batches(), bags, lambda batch: batch.sparse, self.settings.lookahead) as batches,
+            prefetch(ahead, bags, lambda batch: batch.sparse, self.settings.lookahead) as batches,
         ):
+            shown.skip(trained.samples)
             for batch in self._stop.watch(batches):
                 pooled = bags(batch.sparse)
                 if keep:
@@ -150,8 +139,10 @@ class Job:
                 trained.losses.append(loss.item())
                 check_finite(trained.losses[-1], f"the loss of step {len(trained.losses):,}", self.settings.lr)
                 trained.samples += len(batch.labels)
-                trained.seconds = shown.seconds
+                trained.seconds = before + shown.seconds
                 shown.add(len(batch.labels), trained.losses[-1], bags.stats)
+                saves.save_if_due(trained)
+        saves.save_last(trained)
 
     def test(self, learner: Learner, bags: TieredEmbeddingBagCollection) -> Evaluation:
         """Predict what was held out; the rows, tiers and counters stay as they are."""
@@ -182,9 +173,13 @@ class Job:
     def _train_samples(self) -> int:
         return self.settings.epochs * self.stream.samples(Part.TRAIN)
 
-    def _train_batches(self) -> Iterator[ClickBatch]:
-        for _ in range(self.settings.epochs):
-            yield from self.stream.batches(Part.TRAIN, self.settings.batch_size)
+    def _train_batches(self, skipped: int = 0) -> Iterator[ClickBatch]:
+        """All there is to train on, less the first ``skipped`` batches; whole epochs of those are not read."""
+        size = self.settings.batch_size
+        epochs, batches = divmod(skipped, -(-self.stream.samples(Part.TRAIN) // size))
+        for _ in range(epochs, self.settings.epochs):
+            yield from islice(self.stream.batches(Part.TRAIN, size), batches, None)
+            batches = 0
 
 
 def open_stream(settings: Settings, console: Console) -> ClickStream:
@@ -219,23 +214,16 @@ def _store_path(settings: Settings) -> Iterator[Path]:
         yield Path(folder) / "rows"
 
 
-def _left(settings: Settings, bags: TieredEmbeddingBagCollection) -> str:
+def _left(settings: Settings, bags: TieredEmbeddingBagCollection, saves: Resuming) -> str:
     """What a run that stopped leaves in ``--store``, made durable; empty where that is nothing."""
     bags.flush()
+    if (step := saves.newest_step()) is not None:
+        return f"; --resume goes on from step {step:,}"
     rows = bags.stats().store.rows
     if settings.store is None or rows == 0:
         return ""
     holds = f"{settings.store} holds {counted(rows, 'row')} of the stopped run"
     return f"; {holds}, which can be opened but not trained on: remove it to start again"
-
-
-def _refuse_rows(bags: TieredEmbeddingBagCollection, path: Path) -> None:
-    rows = bags.stats().store.rows
-    if rows:
-        raise ConfigError(
-            f"{path} already holds {counted(rows, 'row')}; a run starts from untrained rows, because the MLPs that "
-            f"go with stored ones were not kept: name a new or empty directory with --store, or remove this one"
-        )
 
 
 def _check_shares(settings: Settings, tables: Sequence[str]) -> None:

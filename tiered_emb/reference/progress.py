@@ -58,6 +58,10 @@ class Meter:
                 self._recent.popleft()
             self._show(stats)
 
+    def skip(self, samples: int) -> None:
+        """So many were done before; they say nothing of how fast others go."""
+        self.samples += samples
+
     def to(self, done: int, total: int) -> None:
         """As :meth:`add` for a pass that counts bytes: ``done`` of ``total``."""
         self._total = total

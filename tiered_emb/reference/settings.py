@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ class TrainOptions:
     max_rows: Sequence[str] = ()
     admission: str = "always"
     lookahead: int = 2
+    checkpoint_every: int | None = None
+    checkpoints: str | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class Settings:
     max_rows: dict[str, int]
     admission: str
     lookahead: int
+    checkpoint_every: int | None = None
+    checkpoints: str | None = None
+    resume: bool = False
 
     def rule(self) -> RowRule:
         """The row rule. Raises ConfigError on a learning rate that makes no sense."""
@@ -140,6 +147,9 @@ def decide(options: TrainOptions) -> Settings:
         max_rows=_rows_by_table("--max-rows", options.max_rows),
         admission=options.admission,
         lookahead=_lookahead(options.lookahead),
+        checkpoint_every=_every(options),
+        checkpoints=_checkpoints(options),
+        resume=options.resume,
     )
     settings.rule()
     settings.tiers(Path("unused"))
@@ -159,6 +169,28 @@ def _rows_by_table(option: str, given: Sequence[str]) -> dict[str, int]:
             )
         found[name] = int(rows)
     return found
+
+
+def _every(options: TrainOptions) -> int | None:
+    every = options.checkpoint_every
+    return None if every is None else _positive("--checkpoint-every", every, 1 << 62)
+
+
+def _checkpoints(options: TrainOptions) -> str | None:
+    """Where checkpoints are, or would be; None without a store that stays."""
+    wanted = {
+        "--checkpoint-every": options.checkpoint_every is not None,
+        "--checkpoints": options.checkpoints is not None,
+        "--resume": options.resume,
+    }
+    asked = [name for name, given in wanted.items() if given]
+    if options.store is None:
+        if asked:
+            raise ConfigError(f"{asked[0]} needs --store: without it the rows are gone at the end of the run")
+        return None
+    if options.resume and options.check is not None:
+        raise ConfigError("--check compares a whole run, and --resume goes on with a part of one: leave one out")
+    return options.checkpoints or f"{os.path.normpath(options.store)}.checkpoints"
 
 
 def _lookahead(batches: int) -> int:
