@@ -168,6 +168,11 @@ class BackgroundState:
         if saving.error is not None:
             raise saving.error
 
+    def abandon(self) -> None:
+        """Give it up, where `complete` is not called."""
+        self._abandon()
+        self._ended.set()
+
     def _abandon(self) -> None:
         with self._road, Uninterrupted():
             for group in self._groups:

@@ -9,10 +9,13 @@ A checkpoint is a directory (`tiered_emb.checkpoint_files`) and, for each store 
 (`tiered_emb.checkpoint_rows`). Rows that did not change since the last checkpoint are not written again. It is made in
 an order that leaves the one before usable whatever happens:
 
-1. changed rows are handed to the stores; dense part and tiers are written to ``<tag>.tmp``, fsynced;
-2. each store makes a snapshot; then the manifest is written;
+1. changed rows are handed to the stores; dense part and tiers are written to ``<tag>.tmp``;
+2. each store makes a snapshot; files are fsynced; then the manifest is written;
 3. ``<tag>.tmp`` is renamed to ``<tag>``. From here on the checkpoint is there.
 4. Older ones beyond ``keep_last`` are renamed away, then their snapshots dropped, then their files removed.
+
+With ``background`` the call returns after a part of step 1: changed rows are marked, not handed over. The rest is done
+while training goes on, rows and all as they were (`tiered_emb.background`, `tiered_emb.checkpoint_pending`).
 
 What a crash leaves, a ``.tmp`` and snapshots that no manifest names, goes with the next save.
 
@@ -27,7 +30,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -42,11 +45,25 @@ from tiered_emb.checkpoint_dense import (
     read_dense,
     state_of,
 )
-from tiered_emb.checkpoint_files import DENSE, TIERS, Folder, Manifest, now_s, written
+from tiered_emb.checkpoint_files import (
+    DENSE,
+    LEAVING,
+    TIERS,
+    Folder,
+    Manifest,
+    ModuleEntry,
+    StoreEntry,
+    now_s,
+    synced,
+    written,
+)
+from tiered_emb.checkpoint_pending import PendingCheckpoint, await_pending
 from tiered_emb.checkpoint_rows import (
+    BegunRows,
     Modules,
     Plan,
     all_roads,
+    begin_rows,
     drop_orphans,
     engines_of,
     is_gone,
@@ -95,7 +112,37 @@ def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
     `load_checkpoint` finds out. Raises CheckpointError for one that is damaged.
     """
     folder = Folder.at(path)
+    if folder is not None:
+        await_pending(folder.path)
     return [] if folder is None else [_described(folder, one) for one in folder.manifests() if not _lost(one)]
+
+
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Stateful | None = None,
+    loader: Positioned | None = None,
+    tag: str | None = None,
+    *,
+    extra: Any = None,
+    keep_last: int | None = None,
+    background: Literal[False] = False,
+) -> Checkpoint: ...
+
+
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Stateful | None = None,
+    loader: Positioned | None = None,
+    tag: str | None = None,
+    *,
+    extra: Any = None,
+    keep_last: int | None = None,
+    background: Literal[True],
+) -> PendingCheckpoint[Checkpoint]: ...
 
 
 def save_checkpoint(
@@ -107,7 +154,8 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep_last: int | None = None,
-) -> Checkpoint:
+    background: bool = False,
+) -> Checkpoint | PendingCheckpoint[Checkpoint]:
     """Make the state between two steps durable, as one: training goes on from it to the same bits.
 
     Rows stay in their stores, each of which makes a snapshot; those of a store in memory (``store=None``, or one that
@@ -123,9 +171,12 @@ def save_checkpoint(
         tag: the checkpoint's name; None = "step-N".
         extra: whatever belongs to it, of tensors, numbers, strings, lists, tuples and dicts.
         keep_last: of all checkpoints of the directory so many stay, this one included; None = all.
+        background: return at once, and write while training goes on: what is saved is the state of the call. (Rows of
+            a store that is in memory are written before the return.) Until it is whole no other checkpoint is made or
+            loaded, and modules are not flushed or closed: who does that waits.
 
     Returns:
-        The checkpoint.
+        The checkpoint; with ``background`` what waits for it.
 
     Raises:
         ConfigError: the model has no tiered module; the tag is taken or cannot be one; what is to be saved could not
@@ -140,11 +191,17 @@ def save_checkpoint(
         module.check_between_steps("save a checkpoint")
     beside = {"optimizer": state_of("optimizer", optimizer), "loader": state_of("loader", loader), "extra": extra}
     folder, engines = Folder(path, create=True), engines_of(modules)
+    await_pending(folder.path)
     tag = folder.new_tag(tag, max(module.steps for module in modules.values()))
     with all_roads(engines):
-        manifest = _save(folder, tag, model, modules, {**beside, "random": random_states()})
-    dropped = _drop_older(folder, engines, keep_last)
-    return replace(_described(folder, manifest), extra=extra, dropped=tuple(dropped))
+        begun = _begin(folder, tag, model, modules, {**beside, "random": random_states()}, background)
+
+    def complete() -> Checkpoint:
+        manifest = begun.complete()
+        dropped = _drop_older(folder, engines, keep_last)
+        return replace(_described(folder, manifest), extra=extra, dropped=tuple(dropped))
+
+    return PendingCheckpoint(folder.path, complete) if background else complete()
 
 
 def load_checkpoint(
@@ -188,6 +245,7 @@ def load_checkpoint(
     for module in modules.values():
         module.check_between_steps("load a checkpoint")
     folder = Folder(path)
+    await_pending(folder.path)
     manifest = _chosen(folder, tag)
     folder.check(manifest)
     engines = engines_of(modules)
@@ -227,24 +285,60 @@ def _tiered(model: nn.Module) -> dict[str, TieredTables]:
 # ---- saving
 
 
-def _save(folder: Folder, tag: str, model: nn.Module, modules: Modules, beside: dict[str, Any]) -> Manifest:
-    """Steps 1 to 3 of the module's docstring. Requires: the roads."""
+@dataclass(frozen=True)
+class _Begun:
+    """All that a checkpoint will consist of; `rows` are those that are still to be written, or `stores` has them."""
+
+    folder: Folder
+    tag: str
+    time_s: float
+    step: int
+    modules: dict[str, ModuleEntry]
+    rows: list[BegunRows]
+    stores: list[StoreEntry]
+
+    def complete(self) -> Manifest:
+        """Steps 2 and 3 of the module's docstring."""
+        place = self.folder.path / (self.tag + LEAVING)
+        stores = self.stores or self._complete_rows()
+        files = {DENSE: synced(place / DENSE), TIERS: synced(place / TIERS)}
+        number = self.folder.next_number()
+        manifest = Manifest(self.tag, number, self.time_s, self.step, self.modules, stores, files)
+        self.folder.finish(manifest)
+        return manifest
+
+    def _complete_rows(self) -> list[StoreEntry]:
+        try:
+            return [one.complete(self.folder, self.tag) for one in self.rows]
+        except BaseException:
+            for one in self.rows:
+                one.state.abandon()
+            raise
+
+
+def _begin(
+    folder: Folder, tag: str, model: nn.Module, modules: Modules, beside: dict[str, Any], background: bool
+) -> _Begun:
+    """Step 1, and rows with it unless they are written in the background. Requires: the roads."""
     engines = engines_of(modules)
     place = folder.begin(tag)
-    for engine in engines:
-        engine.write_back()  # which may lower tiers, so before they are saved
-    dense = {"dense": dense_state(model, modules), **beside}
-    files = {
-        DENSE: written(place / DENSE, lambda file: torch.save(dense, file)),
-        TIERS: written(place / TIERS, lambda file: save_tiers(engines, file)),
-    }
-    check_readable(place / DENSE)
-    stores = [save_rows(engine, folder, tag, own) for engine, own in _own_stores(engines, folder)]
-    step, number = max(module.steps for module in modules.values()), folder.next_number()
+    rows = begin_rows(engines) if background else None
+    if rows is None:
+        for engine in engines:
+            engine.write_back()  # which may lower tiers, so before they are saved
+    try:
+        written(place / TIERS, lambda file: save_tiers(engines, file))
+        written(place / DENSE, lambda file: torch.save({"dense": dense_state(model, modules), **beside}, file))
+        check_readable(place / DENSE)
+        own = [] if rows is not None else _own_stores(engines, folder)
+        stores = [save_rows(engine, folder, tag, store) for engine, store in own]
+    except BaseException:
+        for one in rows or []:
+            one.state.abandon()
+        raise
+    step = max(module.steps for module in modules.values())
     entries = {name: module_entry(module, engines.index(module.engine)) for name, module in modules.items()}
-    manifest = Manifest(tag, number, now_s(), step, entries, stores, files)
-    folder.finish(manifest)
-    return manifest
+    return _Begun(folder, tag, now_s(), step, entries, rows or [], stores)
 
 
 def _own_stores(engines: list[Engine], folder: Folder) -> list[tuple[Engine, Path]]:

@@ -36,7 +36,7 @@ MANIFEST, DENSE, TIERS = "manifest.json", "dense.pt", "tiers.npz"
 
 _FORMAT, _VERSION = "tiered-emb checkpoint", 1
 _FOLDER, _FOLDER_FORMAT = "checkpoints.json", "tiered-emb checkpoints"
-_LEAVING = ".tmp"
+LEAVING = ".tmp"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}")
 _RESERVED = re.compile(r"rows(-[0-9]+)?")
 
@@ -224,14 +224,14 @@ class Folder:
 
     def new_tag(self, tag: str | None, step: int) -> str:
         """The tag that is asked for, or one that tells the step. Raises ConfigError if it cannot be one or is taken."""
-        taken = {entry.name for entry in os.scandir(self.path) if not entry.name.endswith(_LEAVING)}
+        taken = {entry.name for entry in os.scandir(self.path) if not entry.name.endswith(LEAVING)}
         if tag is None:
             names = (f"step-{step}" if n == 1 else f"step-{step}-{n}" for n in range(1, len(taken) + 2))
             return next(name for name in names if name not in taken)
         if not isinstance(tag, str) or not _is_tag(tag):
             raise ConfigError(
                 f"tag is {tag!r}; expected 1 to 128 letters, digits, _ . + = -, not beginning with a mark, not ending "
-                f"in {_LEAVING}, and not 'rows'"
+                f"in {LEAVING}, and not 'rows'"
             )
         if tag in taken:
             raise ConfigError(f"{self.path} has {tag!r} already: give another tag, or remove that directory first")
@@ -240,13 +240,13 @@ class Folder:
     def begin(self, tag: str) -> Path:
         """Where the files of a new checkpoint go, empty; what a crash has left here is removed."""
         self.clean()
-        place = self.path / (tag + _LEAVING)
+        place = self.path / (tag + LEAVING)
         place.mkdir()
         return place
 
     def finish(self, manifest: Manifest) -> None:
         """Make the checkpoint whole whose other files are written, at once and durably."""
-        place = self.path / (manifest.tag + _LEAVING)
+        place = self.path / (manifest.tag + LEAVING)
         _write_json(place / MANIFEST, manifest.to_json())
         _sync(place)
         os.rename(place, self.path / manifest.tag)
@@ -255,19 +255,19 @@ class Folder:
     def withdraw(self, tags: Iterable[str]) -> None:
         """Have checkpoints be none any more, durably; `clean` removes their files, `restore` takes it back."""
         for tag in tags:
-            os.rename(self.path / tag, self.path / (tag + _LEAVING))
+            os.rename(self.path / tag, self.path / (tag + LEAVING))
         _sync(self.path)
 
     def restore(self, tags: Iterable[str]) -> None:
         """Take `withdraw` back."""
         for tag in tags:
-            os.rename(self.path / (tag + _LEAVING), self.path / tag)
+            os.rename(self.path / (tag + LEAVING), self.path / tag)
         _sync(self.path)
 
     def clean(self) -> None:
         """Remove what was begun and not finished, or withdrawn."""
         for entry in list(os.scandir(self.path)):
-            if entry.is_dir(follow_symlinks=False) and entry.name.endswith(_LEAVING):
+            if entry.is_dir(follow_symlinks=False) and entry.name.endswith(LEAVING):
                 shutil.rmtree(entry.path)
 
     def next_number(self) -> int:
@@ -275,11 +275,15 @@ class Folder:
         return max((one.number for one in self.manifests()), default=0) + 1
 
 
-def written(place: Path, write: Callable[[IO[bytes]], None]) -> dict[str, Any]:
-    """Have ``write`` fill a new file, durably; bytes and SHA-256 of it."""
+def written(place: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Have ``write`` fill a new file; `synced` makes it durable."""
     with open(place, "wb") as file:
         write(file)
-        file.flush()
+
+
+def synced(place: Path) -> dict[str, Any]:
+    """Make a file durable that was written before; bytes and SHA-256 of it."""
+    with open(place, "rb") as file:
         os.fsync(file.fileno())
     return _description(place)
 
@@ -290,7 +294,7 @@ def now_s() -> float:
 
 
 def _is_tag(name: str) -> bool:
-    return bool(_TAG.fullmatch(name)) and not name.endswith(_LEAVING) and not _RESERVED.fullmatch(name)
+    return bool(_TAG.fullmatch(name)) and not name.endswith(LEAVING) and not _RESERVED.fullmatch(name)
 
 
 def _description(place: Path) -> dict[str, Any]:
@@ -301,7 +305,7 @@ def _description(place: Path) -> dict[str, Any]:
 def _write_json(place: Path, data: dict[str, Any]) -> None:
     """Replace a file, durably but for its name."""
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    temporary = place.with_name(place.name + _LEAVING)
+    temporary = place.with_name(place.name + LEAVING)
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -28,6 +28,7 @@ from storage.lmdb_store import LmdbStore
 from storage.schema import RowSchema
 from storage.snapshot import Snapshot
 from storage.store import RowIds, Store, TableRef
+from tiered_emb.background import BackgroundState
 from tiered_emb.checkpoint_files import Folder, ModuleEntry, StoreEntry, TableEntry, TierEntry
 from tiered_emb.engine import Engine, open_engines
 from tiered_emb.errors import CheckpointError
@@ -54,6 +55,8 @@ def engines_of(modules: Modules) -> list[Engine]:
 @contextmanager
 def all_roads(engines: Sequence[Engine]) -> Iterator[None]:
     """Nobody else plans or moves rows meanwhile."""
+    for engine in engines:
+        engine.await_state()  # which needs the road
     with ExitStack() as held:
         for engine in sorted(engines, key=id):  # one order for all who take several
             held.enter_context(engine.road)
@@ -112,16 +115,57 @@ def save_rows(engine: Engine, folder: Folder, tag: str, own: Path) -> StoreEntry
     """
     name, store = folder.snapshot_name(tag), engine.keeper
     if store is not None:
-        snapshot = engine.snapshot(name, drop=orphans(store, folder))
-        return _entry(engine, folder, store, snapshot, copied=False)
+        tiers, snapshot = tiers_of(engine), engine.snapshot(name, drop=orphans(store, folder))
+        return _entry(engine, folder, store, snapshot, tiers, copied=False)
     with _rows_store(own) as store:
         _copy_out(engine, store)
         snapshot = store.snapshot(name, note_of(engine.progress), drop=orphans(store, folder))
-        return _entry(engine, folder, store, snapshot, copied=True)
+        return _entry(engine, folder, store, snapshot, tiers_of(engine), copied=True)
 
 
-def _entry(engine: Engine, folder: Folder, store: LmdbStore, snapshot: Snapshot, *, copied: bool) -> StoreEntry:
-    path, tiers = os.path.relpath(store.path, folder.path), [entry for _, _, entry in _tiers(engine)]
+@dataclass(frozen=True)
+class BegunRows:
+    """Rows of an engine that are written while training goes on; `tiers` are those of its beginning."""
+
+    engine: Engine
+    store: LmdbStore
+    state: BackgroundState
+    tiers: list[TierEntry]
+
+    def complete(self, folder: Folder, tag: str) -> StoreEntry:
+        """As `save_rows`, without the road."""
+        name = folder.snapshot_name(tag)
+        self.state.complete(name, orphans(self.store, folder))
+        snapshot = next(one for one in self.store.snapshots() if one.name == name)
+        return _entry(self.engine, folder, self.store, snapshot, self.tiers, copied=False)
+
+
+def begin_rows(engines: Sequence[Engine]) -> list[BegunRows] | None:
+    """Begin to write the rows of all engines as they are now; None if a store of theirs cannot do that."""
+    if any(engine.keeper is None for engine in engines):
+        return None
+    begun: list[BegunRows] = []
+    try:
+        for engine in engines:
+            state, store = engine.begin_state(), engine.keeper
+            assert state is not None and store is not None
+            begun.append(BegunRows(engine, store, state, tiers_of(engine)))
+    except BaseException:
+        for one in begun:
+            one.state.abandon()
+        raise
+    return begun
+
+
+def tiers_of(engine: Engine) -> list[TierEntry]:
+    """What a manifest says of an engine's tiers."""
+    return [entry for _, _, entry in _tiers(engine)]
+
+
+def _entry(
+    engine: Engine, folder: Folder, store: LmdbStore, snapshot: Snapshot, tiers: list[TierEntry], *, copied: bool
+) -> StoreEntry:
+    path = os.path.relpath(store.path, folder.path)
     found = str(store.uuid), snapshot.name, snapshot.origin
     return StoreEntry(path, str(store.path), *found, copied, _budget(engine), tiers)
 

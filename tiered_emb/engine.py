@@ -144,7 +144,7 @@ class Engine:
         somebody has closed the Store, which will never take them. A trace that cannot be written to its end is
         reported once all else is done: the module is gone then.
         """
-        self._await_state()
+        self.await_state()
         with self.road:
             self._let_gone_go()
             try:
@@ -340,7 +340,7 @@ class Engine:
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state; write what was recorded."""
-        self._await_state()
+        self.await_state()
         with self.road:
             self._flush_rows()
             if self.recorder is not None:
@@ -362,7 +362,7 @@ class Engine:
         """
         if not isinstance(self.store, BegunStore):
             return None
-        self._await_state()
+        self.await_state()
         with self.road:
             groups = list(self.groups.values())
             rows = reserve(groups, self.config.ddr_budget_bytes, self._budget.make_room, self.cancel_ahead)
@@ -371,7 +371,7 @@ class Engine:
             self._state = state
             return state
 
-    def _await_state(self) -> None:
+    def await_state(self) -> None:
         """Let the state be completed that was begun. Requires: not the road."""
         if self._state is not None:
             self._state.wait()
@@ -395,7 +395,7 @@ class Engine:
 
     def write_back(self) -> None:
         """Hand every changed row to the Store; nothing is made durable by that."""
-        self._await_state()
+        self.await_state()
         with self.road:
             for group in self.groups.values():
                 group.write_back()
@@ -405,7 +405,7 @@ class Engine:
 
         Raises ConfigError if the Store keeps no states by name.
         """
-        self._await_state()
+        self.await_state()
         with self.road:
             store = self._keeps()
             self.write_back()
@@ -422,7 +422,7 @@ class Engine:
         Raises ConfigError if the Store keeps no states by name, or has other seeds in that one, and as
         `LmdbStore.rollback`; nothing has changed then.
         """
-        self._await_state()
+        self.await_state()
         with self.road:
             store = self._keeps()
             self._check_seeds(store, name)
