@@ -127,6 +127,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep_last: int | None = None,
+    rows_only: bool = False,
     background: Literal[False] = False,
 ) -> Checkpoint: ...
 
@@ -141,6 +142,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep_last: int | None = None,
+    rows_only: bool = False,
     background: Literal[True],
 ) -> PendingCheckpoint[Checkpoint]: ...
 
@@ -154,6 +156,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep_last: int | None = None,
+    rows_only: bool = False,
     background: bool = False,
 ) -> Checkpoint | PendingCheckpoint[Checkpoint]:
     """Make the state between two steps durable, as one: training goes on from it to the same bits.
@@ -171,6 +174,7 @@ def save_checkpoint(
         tag: the checkpoint's name; None = "step-N".
         extra: whatever belongs to it, of tensors, numbers, strings, lists, tuples and dicts.
         keep_last: of all checkpoints of the directory so many stay, this one included; None = all.
+        rows_only: keep the tiered modules, and leave the dense part and the random generators to somebody else.
         background: return at once, and write while training goes on: what is saved is the state of the call. (Rows of
             a store that is in memory are written before the return.) Until it is whole no other checkpoint is made or
             loaded, and modules are not flushed or closed: who does that waits.
@@ -194,7 +198,10 @@ def save_checkpoint(
     await_pending(folder.path)
     tag = folder.new_tag(tag, max(module.steps for module in modules.values()))
     with all_roads(engines):
-        begun = _begin(folder, tag, model, modules, {**beside, "random": random_states()}, background)
+        beside |= {"dense": None, "random": None}
+        if not rows_only:
+            beside |= {"dense": dense_state(model, modules), "random": random_states()}
+        begun = _begin(folder, tag, modules, beside, background)
 
     def complete() -> Checkpoint:
         manifest = begun.complete()
@@ -316,9 +323,7 @@ class _Begun:
             raise
 
 
-def _begin(
-    folder: Folder, tag: str, model: nn.Module, modules: Modules, beside: dict[str, Any], background: bool
-) -> _Begun:
+def _begin(folder: Folder, tag: str, modules: Modules, beside: dict[str, Any], background: bool) -> _Begun:
     """Step 1, and rows with it unless they are written in the background. Requires: the roads."""
     engines = engines_of(modules)
     place = folder.begin(tag)
@@ -328,7 +333,7 @@ def _begin(
             engine.write_back()  # which may lower tiers, so before they are saved
     try:
         written(place / TIERS, lambda file: save_tiers(engines, file))
-        written(place / DENSE, lambda file: torch.save({"dense": dense_state(model, modules), **beside}, file))
+        written(place / DENSE, lambda file: torch.save(beside, file))
         check_readable(place / DENSE)
         own = [] if rows is not None else _own_stores(engines, folder)
         stores = [save_rows(engine, folder, tag, store) for engine, store in own]

@@ -90,7 +90,9 @@ def read_dense(file: Path) -> dict[str, Any]:
 def check_beside(model: nn.Module, modules: Collection[str], optimizer: Any, loader: Any, beside: Mapping[str, Any],
                   tag: str) -> None:  # fmt: skip
     """Raise CheckpointError for a dense part, an optimizer or a loader that is not as saved."""
-    now, then = dense_state(model, modules), beside["dense"]
+    then = beside["dense"]
+    now = {} if then is None else dense_state(model, modules)
+    then = {} if then is None else then
     if odd := sorted(now.keys() ^ then.keys()):
         where = "the model" if odd[0] in now else f"checkpoint {tag!r}"
         raise CheckpointError(
@@ -132,12 +134,17 @@ def _check_parameters(optimizer: Any, saved: Any, tag: str) -> None:
 
 def load_beside(model: nn.Module, optimizer: Any, loader: Any, beside: Mapping[str, Any]) -> None:
     """Set all of it but ``extra``."""
-    model.load_state_dict(beside["dense"], strict=False)
+    if beside["dense"] is not None:
+        model.load_state_dict(beside["dense"], strict=False)
     if optimizer is not None:
         optimizer.load_state_dict(beside["optimizer"])
     if loader is not None:
         loader.load_state_dict(beside["loader"])
-    states = beside["random"]
+    if beside["random"] is not None:
+        _set_random_states(beside["random"])
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
