@@ -195,11 +195,11 @@ class Folder:
 
     def manifest(self, tag: str) -> Manifest:
         """Of one checkpoint. Raises CheckpointError if there is none, or it is damaged."""
-        where = self.path / tag / MANIFEST
+        where = self.path / (tag if _is_tag(tag) else _LEAVING) / MANIFEST
         try:
             data = json.loads(where.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            there = ", ".join(one.tag for one in self.manifests()[-5:]) if _is_tag(tag) else ""
+            there = ", ".join(one.tag for one in self.manifests()[-5:])
             raise CheckpointError(
                 f"{self.path} has no checkpoint {tag!r}; the newest there are: {there or 'none'}"
             ) from None

@@ -184,6 +184,8 @@ def test_an_older_checkpoint_is_gone_back_to_and_newer_ones_go(tmp_path: Path) -
     assert [one.tag for one in list_checkpoints(tmp_path / "saves")] == ["step-4"]
     with pytest.raises(CheckpointError, match=r"no checkpoint 'step-8'; the newest there are: step-4"):
         run.load(tmp_path / "saves", "step-8")
+    with pytest.raises(CheckpointError, match=r"no checkpoint '../saves/step-4'; the newest there are: step-4"):
+        run.load(tmp_path / "saves", "../saves/step-4")
     run.model.close()
 
 
