@@ -81,8 +81,12 @@ def is_gone(entry: StoreEntry) -> bool:
 
 
 def _open_here(uuid: str) -> LmdbStore | None:
-    stores = [engine.keeper for engine in open_engines()]
-    return next((store for store in stores if store is not None and str(store.uuid) == uuid), None)
+    return next((store for store in _stores_here() if str(store.uuid) == uuid), None)
+
+
+def _stores_here() -> list[LmdbStore]:
+    """Open in this process, where none may be opened twice."""
+    return [engine.keeper for engine in open_engines() if engine.keeper is not None]
 
 
 def source_of(entry: StoreEntry, folder: Folder) -> Source:
@@ -91,8 +95,9 @@ def source_of(entry: StoreEntry, folder: Folder) -> Source:
         return Source(entry, store, None)
     places = [Path(os.path.normpath(folder.path / entry.path)), Path(entry.place)]
     for place in places:
-        if place.exists():
-            return Source(entry, None, place)
+        if place.exists():  # open here it has another uuid, which will be said
+            here = [store for store in _stores_here() if store.path == Path(os.path.realpath(place))]
+            return Source(entry, here[0] if here else None, place)
     raise CheckpointError(
         f"the rows of the checkpoint were in the store {entry.place}, which is neither there nor at {places[0]}: "
         f"bring it back there"
