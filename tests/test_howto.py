@@ -119,3 +119,19 @@ def test_a_store_is_used_by_itself_as_the_page_says(tmp_path: Path) -> None:
             check=False,
         )
         assert result.returncode == 0, (script, result.stdout, result.stderr)
+
+
+def test_training_is_saved_and_gone_on_with_as_the_page_says(tmp_path: Path) -> None:
+    scripts = [body for _, body, _ in _scripts((ROOT / "docs" / "howto" / "checkpoint.md").read_text())]
+    assert len(scripts) == 2
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(scripts)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout == "['step-30', 'step-40']\n"

@@ -57,16 +57,15 @@ from tiered_emb.checkpoint_files import (
     synced,
     written,
 )
+from tiered_emb.checkpoint_loading import RowLoad, is_gone
 from tiered_emb.checkpoint_pending import PendingCheckpoint, await_pending
 from tiered_emb.checkpoint_rows import (
     BegunRows,
     Modules,
-    Plan,
     all_roads,
     begin_rows,
     drop_orphans,
     engines_of,
-    is_gone,
     module_entry,
     save_rows,
     save_tiers,
@@ -258,16 +257,16 @@ def load_checkpoint(
     engines = engines_of(modules)
     with all_roads(engines):
         _check_modules(modules, manifest)
-        plans = [Plan.of(engine, modules, manifest.modules, manifest.stores, folder) for engine in engines]
+        loads = [RowLoad.of(engine, modules, manifest.modules, manifest.stores, folder) for engine in engines]
         beside = read_dense(folder.path / manifest.tag / DENSE)
         check_beside(model, modules, optimizer, loader, beside, manifest.tag)
         if check is not None:
             check(beside["extra"])
-        dropped = _load_rows(folder, manifest, plans)
-        cold = [reason for plan in plans for reason in plan.warm(folder.path / manifest.tag / TIERS)]
+        dropped = _load_rows(folder, manifest, loads)
+        cold = [reason for one in loads for reason in one.warm(folder.path / manifest.tag / TIERS)]
     load_beside(model, optimizer, loader, beside)
     _set_rates(modules, manifest)
-    reset = tuple(table for plan in plans for table in plan.reset)
+    reset = tuple(table for one in loads for table in one.reset)
     if reset:
         warnings.warn(
             f"tables {', '.join(reset[:5])} have another row rule than in checkpoint {manifest.tag!r}: their optimizer "
@@ -398,15 +397,15 @@ def _check_modules(modules: Modules, manifest: Manifest) -> None:
         )
 
 
-def _load_rows(folder: Folder, manifest: Manifest, plans: list[Plan]) -> list[str]:
+def _load_rows(folder: Folder, manifest: Manifest, loads: list[RowLoad]) -> list[str]:
     """Change the rows; tags of checkpoints that are gone with that."""
-    back = {plan.engine.identity for plan in plans if plan.snapshot is not None}
+    back = {one.engine.identity for one in loads if one.snapshot is not None}
     newer = [one for one in folder.manifests() if one.number > manifest.number]
     later = [one for one in newer if back & {store.uuid for store in one.stores}]
     folder.withdraw(one.tag for one in later)
     try:
-        for plan in plans:
-            plan.run(folder)
+        for one in loads:
+            one.run(folder)
     except BaseException:
         folder.restore(one.tag for one in later if not _lost(one))
         raise

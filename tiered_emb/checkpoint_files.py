@@ -132,7 +132,10 @@ class Manifest:
             raise CheckpointError(f"{where} has version {data.get('version')}: this program reads version {_VERSION}")
         stored = data.pop("checksum", None)
         if stored != _checksum(data):
-            raise CheckpointError(f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}")
+            raise CheckpointError(
+                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}; put it back from "
+                f"a copy, or remove {where.parent}"
+            )
         modules = {name: _entry(ModuleEntry, one, tables=TableEntry) for name, one in data["modules"].items()}
         stores = [_entry(StoreEntry, one, tiers=TierEntry) for one in data["stores"]]
         rest = {name: data[name] for name in ("tag", "number", "time_s", "step", "files")}
@@ -195,16 +198,18 @@ class Folder:
 
     def manifest(self, tag: str) -> Manifest:
         """Of one checkpoint. Raises CheckpointError if there is none, or it is damaged."""
-        where = self.path / tag / MANIFEST
+        where = self.path / (tag if _is_tag(tag) else LEAVING) / MANIFEST
         try:
             data = json.loads(where.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            there = ", ".join(one.tag for one in self.manifests()[-5:]) if _is_tag(tag) else ""
+            there = ", ".join(one.tag for one in self.manifests()[-5:])
             raise CheckpointError(
                 f"{self.path} has no checkpoint {tag!r}; the newest there are: {there or 'none'}"
             ) from None
         except ValueError as error:
-            raise CheckpointError(f"{where} is damaged: it is not JSON ({error})") from error
+            raise CheckpointError(
+                f"{where} is damaged: it is not JSON ({error}); put it back from a copy, or remove {where.parent}"
+            ) from error
         return Manifest.from_json(data, where)
 
     def check(self, manifest: Manifest) -> None:

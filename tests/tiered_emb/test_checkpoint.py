@@ -34,6 +34,7 @@ from tiered_emb import (
     prefetch,
     save_checkpoint,
 )
+from tiered_emb.budget import HostBudget
 from tiered_emb.optim import RowRule
 
 IDS = torch.arange(3000)
@@ -165,6 +166,7 @@ def test_training_goes_on_to_the_same_bits(tmp_path: Path, again: str, hbm: int)
     found = run.load(saves)
     assert torch.equal(found.extra["losses"], torch.tensor([1.5]))
     assert (found.tag, found.reset, found.dropped) == ("step-12", (), ())
+    assert bool(found.cold) == (again in ("a larger budget", "in memory")), found.cold
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == draws
     assert (run.steps(15), run.state()) == expected
     run.model.close()
@@ -184,6 +186,8 @@ def test_an_older_checkpoint_is_gone_back_to_and_newer_ones_go(tmp_path: Path) -
     assert [one.tag for one in list_checkpoints(tmp_path / "saves")] == ["step-4"]
     with pytest.raises(CheckpointError, match=r"no checkpoint 'step-8'; the newest there are: step-4"):
         run.load(tmp_path / "saves", "step-8")
+    with pytest.raises(CheckpointError, match=r"no checkpoint '../saves/step-4'; the newest there are: step-4"):
+        run.load(tmp_path / "saves", "../saves/step-4")
     run.model.close()
 
 
@@ -336,6 +340,41 @@ def test_a_load_in_mid_loop_lets_go_of_what_is_prepared(tmp_path: Path) -> None:
     torch.set_rng_state(torch.load(tmp_path / "saves/step-3/dense.pt", weights_only=True)["random"]["torch"])
     assert run.steps(5) == expected
     run.model.close()
+
+
+def test_tiers_without_room_for_their_former_size_start_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(on_disk(tmp_path))
+    run.steps(5)
+    run.save(tmp_path / "saves")
+    expected = run.steps(5)
+    for group in run.model.users.engine.groups.values():
+        group.shrink(group.top, group.top.capacity_rows // 2)
+    before = [group.top.capacity_rows for group in run.model.users.engine.groups.values()]
+    with monkeypatch.context() as patch:
+        patch.setattr(HostBudget, "charged_bytes", lambda self: self.limit_bytes + 1)
+        found = run.load(tmp_path / "saves")
+    assert [group.top.capacity_rows for group in run.model.users.engine.groups.values()] == before
+    assert [reason.split(",")[0] for reason in found.cold] == [f"ddr tier: rows of capacity {rows}" for rows in before]
+    assert run.steps(5) == expected
+    found = run.load(tmp_path / "saves")
+    assert found.cold == ()
+    (tier,) = run.model.users.stats().tiers
+    assert tier.bytes <= tier.capacity_bytes
+    assert [group.top.capacity_rows for group in run.model.users.engine.groups.values()] > before
+    assert run.steps(5) == expected
+    run.model.close()
+
+
+def test_after_a_rollback_the_index_is_expected_to_grow_by_new_rows_again(tmp_path: Path) -> None:
+    """Rows that only initialisers have made count against the budget, whatever the store had taken before."""
+    tiers = TierConfig(0, "1MiB", tmp_path / "rows")
+    with TieredEmbeddingBag(None, 4, mode="sum", tiers=tiers, optimizer=SGD(1.0), seed=1) as bag:
+        bag(torch.arange(500).unsqueeze(1)).sum().backward()
+        bag.snapshot("then")
+        bag(torch.arange(1000).unsqueeze(1)).sum().backward()
+        bag.rollback("then")
+        bag(torch.arange(900).unsqueeze(1)).sum().backward()
+        assert bag.engine._budget._unstored_rows() == 400
 
 
 # ---- as little as possible
@@ -565,6 +604,7 @@ def test_rows_that_are_nowhere_and_another_store_in_their_place(tmp_path: Path, 
     refused(tmp_path, r"were in the store .*rows, which is neither there nor at .*: bring it back", elsewhere())
     LmdbStore(tmp_path / "rows").close()
     refused(tmp_path, r"rows is store .*, but the rows of the checkpoint are in .*: put that store back", elsewhere())
+    refused(tmp_path, r"rows is store .*, but the rows of the checkpoint are in .*: put that store back")
 
 
 def test_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
