@@ -479,6 +479,20 @@ class GroupRows:
         total, needed = bytes_in_use(self.segments.lines, self.stride)
         return int(total), int(needed)
 
+    def changed_since(self, epoch: int) -> bool:
+        """Whether a row or tombstone was put after an epoch, whatever became of it. Requires: the lock."""
+        if self.open_rows or any(not buffer.moved for buffer, _ in self.sealed):
+            return True
+        committed = [slot for slot in self.segments.slots().tolist() if slot not in self.slots_in_memory()]
+        return any(self._last_epoch(slot) > epoch for slot in committed)
+
+    def _last_epoch(self, slot: int) -> int:
+        """Of a committed segment. Raises CorruptSegmentError."""
+        line = self.segments.lines[slot]
+        if not (line[WIDTHS] >> 8) & 255:  # all its rows have one epoch
+            return int(line[EPOCH])
+        return read_header_at(int(line[IDS]) - HEADER_BYTES, int(line[NUMBER]), self._where).last_epoch
+
     def slots_in_memory(self) -> set[int]:
         """Slots of segments that are not committed."""
         filling = {buffer.slot for buffer in (self.open, self.moving) if buffer is not None}

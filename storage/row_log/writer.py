@@ -166,6 +166,27 @@ class Writer:
         finally:
             self._wanted = None
 
+    # ---- many new rows
+
+    def begin_bulk(self, group: GroupRows, rows: int) -> int:
+        """See `LmdbStore.bulk`; what `end_bulk` is to be given. Requires: the lock. Raises as `open_buffer`."""
+        self._check()
+        filled = group.filled_bytes
+        group.index.reserve(group.index.rows + rows)
+        self._fill_to(group, max(filled, self._of.config.bulk_bytes()))
+        return filled
+
+    def end_bulk(self, group: GroupRows, filled: int) -> None:
+        """Fill segments to `filled` bytes again."""
+        group.index.trim()
+        self._fill_to(group, filled)
+
+    def _fill_to(self, group: GroupRows, filled: int) -> None:
+        if group.filled_bytes != filled:
+            group.seal(self._of.store)
+            self._drop_spare(group)
+            group.filled_bytes = filled
+
     # ---- snapshots
 
     @property
