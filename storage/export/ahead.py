@@ -1,11 +1,12 @@
 """A thread that makes the next item of an iterator while the last one is worked on.
 
-One item is made ahead and no more, so that at most two exist. The thread lives as long as the loop over `ahead` does.
+One item is made ahead and no more, so that at most two exist. The thread lives until the items
+end or the generator is closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ _T = TypeVar("_T")
 _END = object()
 
 
-def ahead(items: Iterable[_T]) -> Iterator[_T]:
+def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
     """The items, in their order, made in a thread of their own; what making one raises is raised here."""
     wanted, made = Semaphore(1), SimpleQueue[Any]()
     maker = _Maker(items, wanted, made)

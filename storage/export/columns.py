@@ -161,21 +161,21 @@ def rows_of(
         CorruptExportError: the table is not what `Block.to_arrow` gives.
     """
     expected = file_schema(schema, DELETED in table.schema.names)
+    space = np.empty((most, schema.row_bytes), np.uint8)
     if not table.schema.equals(expected) or any(column.null_count for column in table.columns):
         raise CorruptExportError(f"{where} has columns {table.schema.names} of other types than its manifest says")
     for batch in table.to_batches(max_chunksize=most):
-        yield _part(batch, schema, numbers, where)
+        yield _part(batch, schema, numbers, where, space[: batch.num_rows])
 
 
 def _part(
-    batch: Any, schema: RowSchema, numbers: Mapping[str, int], where: str
+    batch: Any, schema: RowSchema, numbers: Mapping[str, int], where: str, data: RowBytes
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64], RowBytes, Mask | None]:
     names, n = batch.column(0).dictionary.to_pylist(), batch.num_rows
     if unknown := [name for name in names if name not in numbers]:
         raise CorruptExportError(f"{where} has rows of table {unknown[0]!r}, which its manifest does not name")
     lookup = np.array([numbers[name] for name in names], np.uint32)
     tables = lookup[batch.column(0).indices.to_numpy(zero_copy_only=False)]
-    data = np.empty((n, schema.row_bytes), np.uint8)
     start = 0
     for column, array in zip(schema.columns, batch.columns[2:], strict=False):
         held = np.frombuffer(array.buffers()[1], np.uint8, n * column.bytes, array.offset * column.bytes)

@@ -224,7 +224,7 @@ class Chain:
                 self._block[self._filled : self._filled + taken] = data[:taken]
                 self._filled += taken
                 if self._filled == _CHAINED_BYTES:
-                    self._value, self._filled = checksum(self._block, self._value), 0
+                    self._value, self._filled = checksum(memoryview(self._block), self._value), 0
             data = data[taken:]
 
     def digest(self) -> str:

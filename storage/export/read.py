@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 GUARD = "before an import"
 
-_PART_ROWS, _PART_BYTES = 16_384, 1 << 22
+_PART_ROWS, _PART_BYTES = 16_384, 1 << 21
 _DELETED_ROWS = 4096
 
 
@@ -224,8 +225,8 @@ class _Import:
         }
         group = next(iter(refs.values())).group
         seen = 0
-        with self._store.bulk(group, file.rows):
-            for table, share in ahead(self._tables_of(file)):
+        with self._store.bulk(group, file.rows), closing(ahead(self._tables_of(file))) as pieces:
+            for table, share in pieces:
                 seen += table.num_rows
                 self._apply_table(table, file, refs, group)
                 self._progress(self._manifest.file_bytes + before + int(share * file.bytes), self._total)

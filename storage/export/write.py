@@ -185,8 +185,9 @@ class _Export:
 
     def _files(self) -> Iterator[ExportFile]:
         writer: _FileWriter | None = None
+        blocks = ahead(self._blocks())
         try:
-            for group, block in ahead(self._blocks()):
+            for group, block in blocks:
                 if writer is None or writer.group != group:
                     if writer is not None:
                         yield writer.finish()
@@ -196,6 +197,7 @@ class _Export:
             if writer is not None:
                 yield writer.finish()
         finally:
+            blocks.close()
             if writer is not None:
                 writer.abandon()
 
@@ -264,7 +266,7 @@ class _FileWriter:
         packed = _compressed(first, compression, schema.names)
         self._sink = _Sink(directory / self._name)
         self._writer = parquet.ParquetWriter(
-            self._sink,
+            self._sink.file,
             schema,
             compression={name: "zstd" if name in packed else "none" for name in schema.names},
             compression_level=dict.fromkeys(packed, _ZSTD_LEVEL) or None,
@@ -275,6 +277,7 @@ class _FileWriter:
     def write(self, block: Block) -> None:
         """Append a row group."""
         self._writer.write_table(block.to_arrow(), row_group_size=block.capacity)
+        self._sink.take_in()
         self._rows += block.rows - block.deletions
         self._deletions += block.deletions
 
@@ -299,44 +302,35 @@ def _compressed(first: Block, compression: str, names: list[str]) -> set[str]:
 
 
 class _Sink:
-    """A file to be written from front to back, with its checksum."""
+    """A file that Arrow writes from front to back, and its checksum.
 
-    closed = False
+    What was written is read once more, out of the page cache: Arrow would hand each page to Python as a copy.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._chain, self._size = Chain(), 0
+        pa, _ = arrow()
+        self.file = pa.OSFile(str(path), "wb")
+        self._reading = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._chain, self._size, self._block = Chain(), 0, bytearray(1 << 20)
 
-    def write(self, data: Any) -> int:
-        """As of a file."""
-        left = memoryview(data)
-        self._chain.add(left)
-        self._size += len(left)
-        while len(left):
-            left = left[self._file.write(left) :]
-        return len(data)
-
-    def tell(self) -> int:
-        """As of a file."""
-        return self._size
-
-    def flush(self) -> None:
-        """As of a file; nothing is buffered."""
-
-    def close(self) -> None:
-        """As of a file; `finish` closes."""
-
-    readable = seekable = staticmethod(lambda: False)
-    writable = staticmethod(lambda: True)
+    def take_in(self) -> None:
+        """Have the checksum cover what was written so far, and the disk begin to write it."""
+        start = self._size
+        while n := self._reading.readinto(self._block):
+            self._chain.add(memoryview(self._block)[:n])
+            self._size += n
+        # as a side effect, and the only one on pages that are not written yet
+        os.posix_fadvise(self._reading.fileno(), start, self._size - start, os.POSIX_FADV_DONTNEED)
 
     def abandon(self) -> None:
         """Close the file, as it is."""
-        self._file.close()
+        self.file.close()
+        self._reading.close()
 
     def finish(self) -> tuple[int, str]:
         """Size and checksum of the file, which is durable."""
-        with self._file:
-            os.fsync(self._file.fileno())
+        self.file.close()
+        self.take_in()
+        os.fsync(self._reading.fileno())
+        self._reading.close()
         return self._size, self._chain.digest()
-
-
