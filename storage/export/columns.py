@@ -140,8 +140,8 @@ class Block:
         codec, found = pa.Codec("zstd", compression_level=1), []
         for name, held in zip(column_names(self.schema), self._columns, strict=True):
             flat = held[: self.rows].reshape(-1)
-            starts = np.linspace(0, max(0, len(flat) - _SAMPLE_BYTES), _SAMPLES).astype(np.int64)
-            sample = np.concatenate([flat[start : start + _SAMPLE_BYTES] for start in np.unique(starts)])
+            starts = range(0, len(flat), max(_SAMPLE_BYTES, len(flat) // _SAMPLES))
+            sample = np.concatenate([flat[start : start + _SAMPLE_BYTES] for start in starts])
             if len(codec.compress(sample.tobytes(), asbytes=True)) <= _WORTH * len(sample):
                 found.append(name)
         return found

@@ -24,7 +24,6 @@ from storage.export.ahead import ahead
 from storage.export.columns import arrow, rows_of
 from storage.export.manifest import DELTA, FULL, ExportFile, ExportManifest, Progress, load_export, verify_files
 from storage.row_log.snapshots import check_name
-from storage.schema import table_number
 from storage.snapshot import Snapshot
 from storage.store import RowIds, TableRef
 
@@ -92,7 +91,7 @@ class _Import:
         self.path = path
         self._manifest, self._store, self._name = manifest, store, name
         self._progress = progress or (lambda done, total: None)
-        self._numbers = {table: table_number(table) for table in manifest.tables}
+        self._refs: dict[str, TableRef] = {}
         self._row_bytes = 0
         self._alone = True  # whether the store will hold what the export's snapshot holds and nothing else
         self._back: str | None = None  # the snapshot to go back to first
@@ -177,6 +176,8 @@ class _Import:
                 self._check_empty()
         self._store.snapshot(GUARD, drop=[GUARD])
         try:
+            for name, number in self._manifest.tables.items():
+                self._refs[name] = self._store.open_table(name, self._manifest.groups[number])
             for file in self._manifest.files:
                 self._apply(file)
             return self._finish()
@@ -217,14 +218,10 @@ class _Import:
     # ---- rows
 
     def _apply(self, file: ExportFile) -> None:
-        schema, before = self._manifest.groups[file.group], self._done(file)
-        refs = {
-            name: self._store.open_table(name, schema)
-            for name, group in self._manifest.tables.items()
-            if group == file.group
-        }
-        group = next(iter(refs.values())).group
-        seen = 0
+        refs = {name: ref for name, ref in self._refs.items() if self._manifest.tables[name] == file.group}
+        if not refs:
+            raise CorruptExportError(f"{self.path / file.name} has rows of no table that its manifest names")
+        group, before, seen = next(iter(refs.values())).group, self._done(file), 0
         with self._store.bulk(group, file.rows), closing(ahead(self._tables_of(file))) as pieces:
             for table, share in pieces:
                 seen += table.num_rows

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +91,20 @@ def source(tmp_path: Path) -> Iterator[LmdbStore]:
 def target(tmp_path: Path) -> Iterator[LmdbStore]:
     with open_store(tmp_path / "target", durability="snapshot") as store:
         yield store
+
+
+def run(arguments: list[str]) -> str:
+    """What a Python of its own prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def change(store: LmdbStore, seed: int) -> None:
@@ -342,12 +358,16 @@ def test_a_damaged_row_ends_an_export(source: LmdbStore, tmp_path: Path) -> None
 
 
 def test_a_reader_exports_beside_the_writer(source: LmdbStore, target: LmdbStore, tmp_path: Path) -> None:
-    with open_store(tmp_path / "source", read_only=True) as reader:
-        reader.export(tmp_path / "x", snapshot="s0")
-        target.import_(tmp_path / "x")
-        assert contents(target) == contents(source)
-        with pytest.raises(StoreReadOnlyError):
-            reader.import_(tmp_path / "x")
+    program = (
+        "import sys; from storage import LmdbStore\n"
+        "with LmdbStore(sys.argv[1], read_only=True) as store: store.export(sys.argv[2], snapshot='s0')"
+    )
+    run(["-c", program, str(tmp_path / "source"), str(tmp_path / "x")])
+    target.import_(tmp_path / "x")
+    assert contents(target) == contents(source)
+    source.close()
+    with open_store(tmp_path / "source", read_only=True) as reader, pytest.raises(StoreReadOnlyError):
+        reader.import_(tmp_path / "x")
 
 
 def test_without_pyarrow_it_says_what_to_install(
@@ -634,14 +654,8 @@ def test_a_disk_that_fails_leaves_the_guard(target: LmdbStore, full: Path, monke
 
 def test_imports_and_exports_hold_two_blocks(tmp_path: Path) -> None:
     """Case 31: beside the index, 64 MB above the imported interpreter, whatever the size."""
-    import subprocess
-
-    program = Path(__file__).with_name("export_memory.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    done = run([str(Path(__file__).with_name("export_memory.py")), str(tmp_path)])
+    figures = json.loads(done.splitlines()[-1])
     assert figures["export_mb"] < 64 + figures["index_mb"], figures
     assert figures["import_mb"] < 64 + figures["store_mb"], figures
 
