@@ -9,7 +9,7 @@ each number.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from storage.errors import CorruptExportError, StoreConfigError
 from storage.schema import Column, RowSchema, table_number
 from storage.store import Mask, RowBytes
+
+Part: TypeAlias = tuple[NDArray[np.uint32], NDArray[np.int64], RowBytes, Mask | None]
 
 TABLE, ID, DELETED = "table", "id", "deleted"
 
@@ -147,12 +149,8 @@ class Block:
         return found
 
 
-def rows_of(
-    table: Any, schema: RowSchema, numbers: Mapping[str, int], where: str, most: int
-) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.int64], RowBytes, Mask | None]]:
+def rows_of(table: Any, schema: RowSchema, numbers: Mapping[str, int], where: str, most: int) -> Iterator[Part]:
     """Table numbers, ids, row bytes and deletions of an Arrow table, in parts of at most `most` rows.
-
-    A part's row bytes are overwritten by the next one.
 
     Args:
         numbers: of the tables that may come, by name.
@@ -161,21 +159,19 @@ def rows_of(
         CorruptExportError: the table is not what `Block.to_arrow` gives.
     """
     expected = file_schema(schema, DELETED in table.schema.names)
-    space = np.empty((most, schema.row_bytes), np.uint8)
     if not table.schema.equals(expected) or any(column.null_count for column in table.columns):
         raise CorruptExportError(f"{where} has columns {table.schema.names} of other types than its manifest says")
     for batch in table.to_batches(max_chunksize=most):
-        yield _part(batch, schema, numbers, where, space[: batch.num_rows])
+        yield _part(batch, schema, numbers, where)
 
 
-def _part(
-    batch: Any, schema: RowSchema, numbers: Mapping[str, int], where: str, data: RowBytes
-) -> tuple[NDArray[np.uint32], NDArray[np.int64], RowBytes, Mask | None]:
+def _part(batch: Any, schema: RowSchema, numbers: Mapping[str, int], where: str) -> Part:
     names, n = batch.column(0).dictionary.to_pylist(), batch.num_rows
     if unknown := [name for name in names if name not in numbers]:
         raise CorruptExportError(f"{where} has rows of table {unknown[0]!r}, which its manifest does not name")
     lookup = np.array([numbers[name] for name in names], np.uint32)
     tables = lookup[batch.column(0).indices.to_numpy(zero_copy_only=False)]
+    data = np.empty((n, schema.row_bytes), np.uint8)
     start = 0
     for column, array in zip(schema.columns, batch.columns[2:], strict=False):
         held = np.frombuffer(array.buffers()[1], np.uint8, n * column.bytes, array.offset * column.bytes)

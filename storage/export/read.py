@@ -15,17 +15,15 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from storage.errors import CorruptExportError, ExportError, StorageError, StoreConfigError, disk_error
 from storage.export.ahead import ahead
-from storage.export.columns import arrow, rows_of
+from storage.export.columns import Part, arrow, rows_of
 from storage.export.manifest import DELTA, FULL, ExportFile, ExportManifest, Progress, load_export, verify_files
 from storage.row_log.snapshots import check_name
 from storage.snapshot import Snapshot
-from storage.store import RowIds, TableRef
+from storage.store import Mask, RowBytes, RowIds, TableRef
 
 if TYPE_CHECKING:
     from storage.lmdb_store import LmdbStore
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 GUARD = "before an import"
 
 _PART_ROWS, _PART_BYTES = 16_384, 1 << 21
-_DELETED_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +177,7 @@ class _Import:
                 self._refs[name] = self._store.open_table(name, self._manifest.groups[number])
             for file in self._manifest.files:
                 self._apply(file)
+            self._progress(self._total, self._total)
             return self._finish()
         except BaseException as error:
             self._undo(error)
@@ -222,12 +220,11 @@ class _Import:
         if not refs:
             raise CorruptExportError(f"{self.path / file.name} has rows of no table that its manifest names")
         group, before, seen = next(iter(refs.values())).group, self._done(file), 0
-        with self._store.bulk(group, file.rows), closing(ahead(self._tables_of(file))) as pieces:
-            for table, share in pieces:
-                seen += table.num_rows
-                self._apply_table(table, file, refs, group)
+        with self._store.bulk(group, file.rows), closing(ahead(self._parts_of(file, refs))) as parts:
+            for (tables, ids, data, deleted), share in parts:
+                seen += len(ids)
+                self._apply_part(RowIds(group, tables, ids), data, deleted)
                 self._progress(self._manifest.file_bytes + before + int(share * file.bytes), self._total)
-                del table
         if seen != file.rows + file.deletions:
             raise CorruptExportError(
                 f"{self.path / file.name} has {seen:,} rows: expected {file.rows + file.deletions:,}"
@@ -242,26 +239,25 @@ class _Import:
         files = self._manifest.files
         return sum(one.bytes for one in files[: files.index(file)])
 
-    def _tables_of(self, file: ExportFile) -> Iterator[tuple[Any, float]]:
-        """The row groups of a file, each with the share of the file that is done with it."""
+    def _parts_of(self, file: ExportFile, refs: dict[str, TableRef]) -> Iterator[tuple[Part, float]]:
+        """The rows of a file in small parts, each with the share of the file that is done before it."""
         pa, parquet = arrow()
-        try:
-            with parquet.ParquetFile(self.path / file.name, memory_map=True) as opened:
-                for at in range(opened.num_row_groups):
-                    yield opened.read_row_group(at, use_threads=False), (at + 1) / opened.num_row_groups
-        except pa.ArrowInvalid as error:
-            raise CorruptExportError(f"{self.path / file.name} is no Parquet file: {error}") from error
-
-    def _apply_table(self, table: Any, file: ExportFile, refs: dict[str, TableRef], group: int) -> None:
-        schema = self._manifest.groups[file.group]
+        where, schema = str(self.path / file.name), self._manifest.groups[file.group]
         most = max(1, min(_PART_ROWS, _PART_BYTES // schema.row_bytes))
         numbers = {name: ref.number for name, ref in refs.items()}
-        for tables, ids, data, deleted in rows_of(table, schema, numbers, str(self.path / file.name), most):
-            if deleted is None or not deleted.any():
-                self._store.put(RowIds(group, tables, ids), data)
-            else:
-                self._store.delete(RowIds(group, tables[deleted], ids[deleted]))
-                kept = ~deleted
-                self._store.put(RowIds(group, tables[kept], ids[kept]), np.ascontiguousarray(data[kept]))
-                data = data[kept]
-            self._row_bytes += data.size
+        try:
+            with parquet.ParquetFile(where, memory_map=True) as opened:
+                for at in range(opened.num_row_groups):
+                    table = opened.read_row_group(at, use_threads=False)
+                    for part in rows_of(table, schema, numbers, where, most):
+                        yield part, at / opened.num_row_groups
+                    del table
+        except pa.ArrowInvalid as error:
+            raise CorruptExportError(f"{where} is no Parquet file: {error}") from error
+
+    def _apply_part(self, rows: RowIds, data: RowBytes, deleted: Mask | None) -> None:
+        if deleted is not None and deleted.any():
+            self._store.delete(RowIds(rows.group, rows.tables[deleted], rows.ids[deleted]))
+            rows, data = RowIds(rows.group, rows.tables[~deleted], rows.ids[~deleted]), data[~deleted]
+        self._store.put(rows, data)
+        self._row_bytes += data.size
