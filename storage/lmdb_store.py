@@ -60,7 +60,7 @@ from storage.row_log.snapshots import Origin, SnapshotRecord, check_name
 from storage.row_log.write_buffer import WriteBuffer
 from storage.row_log.writer import Writer
 from storage.schema import RowSchema
-from storage.snapshot import Change, Snapshot, SnapshotView, changes
+from storage.snapshot import Change, Snapshot, SnapshotView, all_rows, changes
 from storage.store import (
     MAX_ID,
     MIN_ID,
@@ -343,6 +343,20 @@ class LmdbStore:
         with self._session.reading():
             record = self._session.snapshot(name)
         return SnapshotView(self._session, record)
+
+    def all_rows(self, name: str) -> Iterator[tuple[RowIds, RowBytes]] | None:
+        """Every row of a snapshot once, in blocks, without the index that `at` takes; None where that cannot be told.
+
+        It can in the writing process and if no row of the snapshot's segments was replaced or deleted by then, as after
+        an import, a bulk load or `compact`. The snapshot has to stay until the end.
+
+        Raises:
+            StoreConfigError: there is none of that name.
+            CorruptRowError, CorruptSegmentError: rows are damaged.
+        """
+        with self._session.reading():
+            record = self._session.snapshot(name)
+        return all_rows(self._session, record)
 
     def diff(self, older: str | None, newer: str) -> Iterator[Change]:
         """Ids of the rows that differ between two snapshots, in blocks, each once; `older` None = an empty store.

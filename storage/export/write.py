@@ -83,8 +83,8 @@ def export(
     if since == snapshot:
         raise StoreConfigError(f"a delta from snapshot {snapshot!r} to itself: name an older one as since=")
     try:
-        with store.at(snapshot) as view, _new_directory(target) as directory:
-            return _Export(store, view, since, compression, progress or _silent, directory, str(target)).run()
+        with _new_directory(target) as directory:
+            return _Export(store, snapshot, since, compression, progress or _silent, directory, str(target)).run()
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -122,20 +122,33 @@ def _remove_left_over(written: Path) -> None:
     shutil.rmtree(written)
 
 
+def _named(store: LmdbStore, name: str) -> Snapshot:
+    """A snapshot of a store. Raises StoreConfigError if there is none of that name."""
+    there = {one.name: one for one in store.snapshots()}
+    if name not in there:
+        newest = ", ".join(map(repr, list(there)[-5:])) or "none"
+        raise StoreConfigError(f"{store.path} has no snapshot {name!r}; the newest there are: {newest}")
+    return there[name]
+
+
 class _Export:
     """One run of `export`."""
 
     def __init__(
         self,
         store: LmdbStore,
-        view: SnapshotView,
+        snapshot: str,
         since: str | None,
         compression: str,
         progress: Progress,
         directory: Path,
         path: str,
     ) -> None:
-        self._store, self._view, self._since = store, view, since
+        self._store, self._since = store, since
+        self._snapshot = _named(store, snapshot)
+        self._base = None if since is None else _named(store, since)
+        if since is not None:
+            store.diff(since, snapshot)  # refuses one that is newer
         self._compression, self._progress, self._directory, self._path = compression, progress, directory, path
         self._done_bytes = self._row_bytes = 0
         self._tables = store.tables()
@@ -143,7 +156,7 @@ class _Export:
 
     def run(self) -> ExportReport:
         """Write the files, then the manifest."""
-        base, newer = self._base(), self._view.snapshot
+        base, newer = self._base, self._snapshot
         files = tuple(self._files())
         manifest = ExportManifest(
             kind=FULL if base is None else DELTA,
@@ -175,12 +188,6 @@ class _Export:
             file_bytes=manifest.file_bytes,
         )
 
-    def _base(self) -> Snapshot | None:
-        if self._since is None:
-            return None
-        self._store.diff(self._since, self._view.snapshot.name)  # refuses what is missing or newer
-        return next(one for one in self._store.snapshots() if one.name == self._since)
-
     # ---- files
 
     def _files(self) -> Iterator[ExportFile]:
@@ -204,7 +211,7 @@ class _Export:
     def _count(self, block: Block) -> None:
         self._row_bytes += (block.rows - block.deletions) * block.schema.row_bytes
         self._done_bytes += block.bytes
-        self._progress(self._done_bytes, max(self._done_bytes, self._view.snapshot.live_bytes))
+        self._progress(self._done_bytes, max(self._done_bytes, self._snapshot.live_bytes))
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         """All rows in blocks of one group, groups one after the other."""
@@ -230,21 +237,28 @@ class _Export:
         return Block(schema, capacity, names, self._since is not None)
 
     def _pieces(self) -> Iterator[_Piece]:
-        if self._since is not None:
-            yield from self._changed_pieces()
+        name = self._snapshot.name
+        whole = self._store.all_rows(name) if self._since is None else None
+        if whole is not None:
+            for rows, data in whole:
+                yield rows, data, None
             return
+        with self._store.at(name) as view:
+            yield from self._live_pieces(view) if self._since is None else self._changed_pieces(view)
+
+    def _live_pieces(self, view: SnapshotView) -> Iterator[_Piece]:
         for group in sorted(self._schemas):
-            for rows, data in self._view.scan(group):
+            for rows, data in view.scan(group):
                 yield rows, data, None
 
-    def _changed_pieces(self) -> Iterator[_Piece]:
-        for change in self._store.diff(self._since, self._view.snapshot.name):
+    def _changed_pieces(self, view: SnapshotView) -> Iterator[_Piece]:
+        for change in self._store.diff(self._since, self._snapshot.name):
             for start in range(0, len(change.rows), _GET_ROWS):
                 part = slice(start, start + _GET_ROWS)
                 rows = RowIds(change.rows.group, change.rows.tables[part], change.rows.ids[part])
                 data = np.zeros((len(rows), self._schemas[rows.group].row_bytes), np.uint8)
                 found = np.empty(len(rows), np.bool_)
-                self._view.get(rows, data, found)
+                view.get(rows, data, found)
                 assert (found == ~change.deleted[part]).all(), "a snapshot and what changed up to it do not agree"
                 yield rows, data, change.deleted[part]
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from storage import (
     Column,
     CorruptExportError,
+    CorruptRowError,
     ExportError,
     LmdbStore,
     RowIds,
@@ -250,6 +251,47 @@ def test_deltas_after_any_history(tmp_path_factory: pytest.TempPathFactory, acti
         for n, state in enumerate(states):
             other.import_(path / str(n))
             assert contents(other) == state
+
+
+def test_rows_without_an_index_are_all_rows_or_none(source: LmdbStore, target: LmdbStore, tmp_path: Path) -> None:
+    def found(store: LmdbStore, name: str) -> set[tuple[int, int, bytes]] | None:
+        blocks = store.all_rows(name)
+        if blocks is None:
+            return None
+        rows = [
+            (*key, row.tobytes()) for ids, data in blocks for *key, row in zip(ids.tables, ids.ids, data, strict=True)
+        ]
+        assert len(rows) == len(set(rows))
+        return {(int(table), int(id), row) for table, id, row in rows}
+
+    expected = len(contents(source))
+    first = found(source, "s0")
+    assert first is not None and len(first) == expected
+    delete(source, "a", [3])
+    source.snapshot("deleted")
+    put(source, "a", [4], 9)
+    source.snapshot("replaced")
+    assert found(source, "deleted") is None and found(source, "replaced") is None
+    assert found(source, "s0") == first
+    source.export(tmp_path / "x", snapshot="replaced")
+    target.import_(tmp_path / "x")
+    again = found(target, "replaced")
+    assert again is not None and {row for _, _, row in again} == set(contents(source).values())
+    source.rollback("s0", drop_later=True)
+    assert found(source, "s0") == first
+
+
+def test_a_damaged_row_is_found_without_an_index(source: LmdbStore, tmp_path: Path) -> None:
+    row = contents(source)["a", 77]
+    data = (tmp_path / "source" / "data.mdb").read_bytes()
+    at = data.index(row)
+    with open(tmp_path / "source" / "data.mdb", "r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    with pytest.raises(CorruptRowError) as caught:
+        source.export(tmp_path / "x", snapshot="s0")
+    assert caught.value.id == 77
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 # ---- what others read
