@@ -1,7 +1,7 @@
 """A thread that makes the next item of an iterator while the last one is worked on.
 
-One item is made ahead and no more, so that at most two exist. The thread lives until the items
-end or the generator is closed.
+As many items are made ahead as are asked for and no more: with one, at most two exist. The thread lives until the
+items end or the generator is closed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _T = TypeVar("_T")
 _END = object()
 
 
-def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
-    """The items, in their order, made in a thread of their own; what making one raises is raised here."""
-    wanted, made = Semaphore(1), SimpleQueue[Any]()
+def ahead(items: Iterable[_T], most: int = 1) -> Generator[_T, None, None]:
+    """The items, in their order, made in a thread of their own, `most` ahead; what making one raises is raised here."""
+    wanted, made = Semaphore(most), SimpleQueue[Any]()
     maker = _Maker(items, wanted, made)
     maker.start()
     try:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 GUARD = "before an import"
 
 _PART_ROWS, _PART_BYTES = 16_384, 1 << 21
+_PARTS_AHEAD = 8  # what is put while the next row group is decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class _Import:
         if not refs:
             raise CorruptExportError(f"{self.path / file.name} has rows of no table that its manifest names")
         group, before, seen = next(iter(refs.values())).group, self._done(file), 0
-        with self._store.bulk(group, file.rows), closing(ahead(self._parts_of(file, refs))) as parts:
+        with self._store.bulk(group, file.rows), closing(ahead(self._parts_of(file, refs), _PARTS_AHEAD)) as parts:
             for (tables, ids, data, deleted), share in parts:
                 seen += len(ids)
                 self._apply_part(RowIds(group, tables, ids), data, deleted)
