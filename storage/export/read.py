@@ -110,7 +110,9 @@ class _Import:
         elif self._back is None:
             self._check_empty()
         kept = there if self._back is None else there[: [one.name for one in there].index(self._back) + 1]
-        if self._name in [one.name for one in kept if one.name != GUARD]:
+        if self._name == GUARD:
+            raise StoreConfigError(f"the name {GUARD!r} is kept for what imports need: import under another one")
+        if self._name in [one.name for one in kept]:
             raise StoreConfigError(
                 f"{self._store.path} has a snapshot {self._name!r} already: drop it first, or import under another name"
             )
@@ -133,8 +135,8 @@ class _Import:
             self._back = GUARD
         elif self._store.changed_since(GUARD):
             raise ExportError(
-                f"an import into {self._store.path} was cut off and left some of its rows: go back with "
-                f"rollback={True!r}, or by hand to snapshot {GUARD!r}"
+                f"an import into {self._store.path} was cut off and left some of its rows: go back first (rollback), "
+                f"or by hand to snapshot {GUARD!r}"
             )
 
     def _check_base(self, there: list[Snapshot], rollback: bool) -> None:

@@ -529,6 +529,7 @@ def test_schemas_and_names_must_fit(target: LmdbStore, full: Path) -> None:
 def test_a_name_that_is_taken(target: LmdbStore, full: Path) -> None:
     target.snapshot("s0")
     refused(target, full, StoreConfigError, "has a snapshot 's0' already")
+    refused(target, full, StoreConfigError, "is kept for what imports need", name=GUARD)
     assert target.import_(full, name="other").snapshot == "other"
 
 
@@ -695,7 +696,7 @@ def test_a_disk_that_fails_leaves_the_guard(target: LmdbStore, full: Path, monke
 
 
 def test_imports_and_exports_hold_two_blocks(tmp_path: Path) -> None:
-    """Case 31: beside the index, 64 MB above the imported interpreter, whatever the size."""
+    """Case 31: 64 MB above the imported interpreter and what the store and an index of the snapshot take."""
     done = run([str(Path(__file__).with_name("export_memory.py")), str(tmp_path)])
     figures = json.loads(done.splitlines()[-1])
     assert figures["export_mb"] < 64 + figures["index_mb"], figures
