@@ -342,7 +342,10 @@ class Writer:
         except StoreFullError as error:
             return error
         if wanted is not None:
-            self._made = self._begun
+            with self._of.lock:
+                self._made = self._begun
+                if self._wanted is wanted:  # once is enough, though a round may begin before who waits for it wakes up
+                    self._wanted = None
         self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
         return None
 
