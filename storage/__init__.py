@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from storage.describe import StoreDescription, describe_store
 from storage.errors import (
+    CorruptExportError,
     CorruptionError,
     CorruptRowError,
     CorruptSegmentError,
+    ExportError,
     NotAStoreError,
     SchemaMismatchError,
     StorageError,
@@ -20,6 +22,7 @@ from storage.errors import (
     StoreMissingError,
     StoreReadOnlyError,
 )
+from storage.export import ExportReport, ImportReport
 from storage.heap_store import HeapStore
 from storage.lmdb_store import LmdbStore, StoreConfig
 from storage.memory_store import MemoryStore
@@ -29,12 +32,16 @@ from storage.verify import Damage, VerifyReport, verify_store
 
 __all__ = [
     "Column",
+    "CorruptExportError",
     "CorruptRowError",
     "CorruptSegmentError",
     "CorruptionError",
     "Damage",
+    "ExportError",
+    "ExportReport",
     "HeapStore",
     "HintedStore",
+    "ImportReport",
     "LmdbStore",
     "MemoryStore",
     "NotAStoreError",

@@ -12,8 +12,10 @@ StorageError
 ├── StoreChangedError      (RuntimeError)       rows were put or deleted while a scan was going on
 ├── StoreFullError         (OSError)            disk, quota or memory map full; nothing acknowledged is lost
 ├── StoreIOError           (OSError)            the disk failed; close the store, reopen it, verify
+├── ExportError            (ValueError)         no export of ours, or one that does not fit this store
 └── CorruptionError
     ├── CorruptSegmentError                     a segment, a state record or the file that holds them is damaged
+    ├── CorruptExportError                      a file of an export is damaged or missing
     └── CorruptRowError                         one row is damaged; carries `table` and `id`
 
 A missing id is not an error: it is a bit in the `found` mask of `Store.get`.
@@ -74,12 +76,20 @@ class StoreIOError(StorageError, OSError):
     """The disk or the file system failed. What was acknowledged is on disk; reopen the store to go on."""
 
 
+class ExportError(StorageError, ValueError):
+    """A directory is no export of ours, or its rows may not go into this store; the message says what would do."""
+
+
 class CorruptionError(StorageError):
     """Stored bytes are not what was written."""
 
 
 class CorruptSegmentError(CorruptionError):
     """A segment, a state record or the data file is damaged; the message names file and segment."""
+
+
+class CorruptExportError(CorruptionError):
+    """A file of an export is missing or not what was written; the message names it. Nothing was imported."""
 
 
 class CorruptRowError(CorruptionError):

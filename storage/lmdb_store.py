@@ -48,6 +48,7 @@ from storage.errors import (
     StoreForkedError,
     StoreFullError,
 )
+from storage.export import ExportReport, ImportReport, export, import_
 from storage.interrupts import Uninterrupted
 from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
@@ -59,7 +60,7 @@ from storage.row_log.snapshots import Origin, SnapshotRecord, check_name
 from storage.row_log.write_buffer import WriteBuffer
 from storage.row_log.writer import Writer
 from storage.schema import RowSchema
-from storage.snapshot import Change, Snapshot, SnapshotView, changes
+from storage.snapshot import Change, Snapshot, SnapshotView, all_rows, changes
 from storage.store import (
     MAX_ID,
     MIN_ID,
@@ -159,6 +160,18 @@ class LmdbStore:
                     "use the stored dimension and optimizer, or another table name"
                 )
             return TableRef(name, group, number, schema)
+
+    def tables(self) -> list[TableRef]:
+        """All tables there are, by name."""
+        session = self._session
+        with session.reading(), session.lock:
+            if session.reader is not None:
+                session.refresh()
+            manifest = session.manifest
+            return [
+                TableRef(name, group, number, manifest.groups[group])
+                for name, (number, group) in sorted(manifest.tables.items())
+            ]
 
     # ---- rows
 
@@ -337,6 +350,20 @@ class LmdbStore:
         """
         return SnapshotView(self._session, name)
 
+    def all_rows(self, name: str) -> Iterator[tuple[RowIds, RowBytes]] | None:
+        """Every row of a snapshot once, in blocks, without the index that `at` takes; None where that cannot be told.
+
+        It can in the writing process and if no row of the snapshot's segments was replaced or deleted by then, as after
+        an import, a bulk load or `compact`. The snapshot has to stay until the end.
+
+        Raises:
+            StoreConfigError: there is none of that name.
+            CorruptRowError, CorruptSegmentError: rows are damaged.
+        """
+        with self._session.reading():
+            record = self._session.snapshot(name)
+        return all_rows(self._session, record)
+
     def diff(self, older: str | None, newer: str) -> Iterator[Change]:
         """Ids of the rows that differ between two snapshots, in blocks, each once; `older` None = an empty store.
 
@@ -430,6 +457,99 @@ class LmdbStore:
         """See `BegunStore.abandon_state`."""
         with self._session.changing() as writer, self._session.lock:
             writer.committer.abandon()
+
+    # ---- exports
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        snapshot: str,
+        since: str | None = None,
+        compression: str = "auto",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ExportReport:
+        """Write a snapshot, or what changed since an older one, as Parquet files and a manifest into a new directory.
+
+        A reader may do this beside the writer. Takes an index of the snapshot, as `at`, and two blocks of 16 MiB.
+
+        Args:
+            path: of the directory; it appears when the export is whole.
+            snapshot, since: names. With `since` the export is a delta: rows put and ids deleted after that one.
+            compression: "auto" = zstd for columns that it makes an eighth smaller, "zstd" for all, or "none".
+            progress: called now and then with bytes of rows done and in all; for a delta the latter is an upper bound.
+
+        Raises:
+            StoreConfigError: the path is there, there is no such snapshot, `since` is not older, pyarrow is missing.
+            CorruptRowError, CorruptSegmentError: rows are damaged.
+            StoreFullError, StoreIOError: the directory could not be written. Nothing is left of it.
+        """
+        return export(self, path, snapshot=snapshot, since=since, compression=compression, progress=progress)
+
+    def import_(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        rollback: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ImportReport:
+        """Put an export into this store and make a snapshot of it, with the exported name, note and origin.
+
+        All or nothing: what fails is taken back, except that tables may have been created. Other threads' verbs that
+        write wait meanwhile; readers see rows come. A full export goes into tables without rows, a delta on top of a
+        snapshot of its base's origin after which nothing was changed. If the store also has rows of other tables, the
+        snapshot has an origin of its own and no delta follows it.
+
+        Args:
+            path: of the export.
+            name: of the snapshot; None = as exported.
+            rollback: go back first, to the base of a delta, or to where an import began that was cut off. What came
+                after is lost, later snapshots included.
+            progress: called now and then with bytes done and in all, verifying and putting in counted alike.
+
+        Raises:
+            ExportError: the path holds no export; or rows or schemas of the store, or its snapshots, do not fit it.
+            CorruptExportError: a file is damaged. Nothing has changed.
+            StoreConfigError: the name is taken or no name, pyarrow is missing.
+            StoreFullError, StoreIOError, StoreReadOnlyError: as `put`.
+        """
+        return import_(path, self, name=name, rollback=rollback, progress=progress)
+
+    def changed_since(self, name: str) -> bool:
+        """Whether anything was put or deleted after a snapshot, undone since or not. For a writer.
+
+        Raises:
+            StoreConfigError: there is no such snapshot.
+            StoreReadOnlyError: the store was opened for reading.
+        """
+        with self._session.changing(), self._session.lock:
+            epoch = self._session.snapshot(name).state.epoch
+            return any(group.changed_since(epoch) for group in self._session.groups)
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Keep other threads' verbs that write waiting. Raises as `put` where nothing may be written."""
+        with self._session.writing:
+            self._session.writable()
+            yield
+
+    @contextmanager
+    def bulk(self, group: int, rows: int) -> Iterator[None]:
+        """Around puts of many rows that are new: room in the index at once, and larger segments unless the
+        configuration names a size."""
+        with self._session.changing() as writer, self._session.lock:
+            filled = writer.begin_bulk(self._session.group(group), rows)
+        try:
+            yield
+        finally:
+            with self._session.writing, self._session.lock:
+                if not self._session.closed:
+                    writer.end_bulk(self._session.group(group), filled)
+
+    def snapshot_of(self, name: str, note: bytes, origin: Origin | None, *, drop: Collection[str] = ()) -> Snapshot:
+        """As `snapshot`, of rows that are another store's state: `origin` says of which; None = of none."""
+        return self._snapshot(check_name(name), note, None, drop, origin)
 
     # ---- hints
 

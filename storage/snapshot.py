@@ -310,6 +310,47 @@ def groups_of(session: Session, rows: int) -> list[GroupRows]:
     return groups
 
 
+# ---- all rows of one, if no others lie between them
+
+
+def all_rows(session: Session, record: SnapshotRecord) -> Iterator[tuple[RowIds, RowBytes]] | None:
+    """Every row of a snapshot, in the order of the log, without an index: None if its segments hold other rows too.
+
+    For who reads all of it, in the writing process, where segments stay where they are. As many rows in its segments
+    as are live, and no tombstone: then each is live, and there once.
+
+    Raises:
+        CorruptSegmentError: ids are damaged.
+    """
+    if session.writer is None or session.forked:
+        return None
+    stored, groups = 0, groups_of(session, 0)
+    with session.holding([record]):
+        for group, header, address in _verified(session, record, groups):
+            group.adopt(header, address)
+            stored += header.rows
+            if header.tombstones or header.last_epoch > record.state.epoch:
+                return None
+    return _stored_blocks(session, record, groups) if stored == record.rows else None
+
+
+def _stored_blocks(
+    session: Session, record: SnapshotRecord, groups: list[GroupRows]
+) -> Iterator[tuple[RowIds, RowBytes]]:
+    """Requires: the segments stay until this is begun, and the snapshot too."""
+    with session.holding([record]):
+        for group in groups:
+            for slot in group.segments.slots().tolist():
+                at = 0
+                while True:
+                    with session.reading():
+                        rows, data = group.stored_block(slot, at)
+                    if len(rows) == 0:
+                        break
+                    yield rows, data
+                    at += len(rows)
+
+
 # ---- what changed between two of them
 
 

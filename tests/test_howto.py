@@ -135,3 +135,21 @@ def test_training_is_saved_and_gone_on_with_as_the_page_says(tmp_path: Path) -> 
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout == "['step-30', 'step-40']\n"
+
+
+def test_a_store_is_exported_as_the_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    scripts = _scripts((ROOT / "docs" / "howto" / "export-a-store.md").read_text())
+    assert [kind for kind, _, _ in scripts] == ["python", *["sh"] * 5, "python"]
+    for kind, script, code in scripts:
+        command = ["-m", "tiered_emb", *shlex.split(script)[1:]] if kind == "sh" else ["-c", script]
+        result = subprocess.run(
+            [sys.executable, "-W", "error", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == int(code), (script, result.stdout, result.stderr)

@@ -42,6 +42,23 @@ def _check_writable(file: str) -> None:
         raise ConfigError(f"{file} cannot be written: expected the name of a file in a directory that is there")
 
 
+def check_new_directory(path: str, inputs: Sequence[str] = ()) -> None:
+    """Refuse a directory that a command is to make, before it does anything else.
+
+    Args:
+        inputs: files and directories that it must not be in.
+
+    Raises:
+        ConfigError: it is there, its parent is not or cannot be written to, or it lies in an input.
+    """
+    real = Path(os.path.realpath(path))
+    if os.path.lexists(path) or not os.access(real.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be made: expected a new name in a directory that is there")
+    for one in inputs:
+        if real.is_relative_to(os.path.realpath(one)):
+            raise ConfigError(f"{path} would lie in {one}; put it beside it")
+
+
 @contextmanager
 def writing(file: str | os.PathLike[str]) -> Iterator[None]:
     """What the system says about a file that cannot be written, as a ConfigError."""

@@ -6,8 +6,10 @@ Exit codes as those of every command (`tiered_emb.exits`); `verify` exits with 1
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -17,7 +19,7 @@ from tiered_emb.exits import FAILED, one_line_errors
 
 @click.group()
 def store() -> None:
-    """Look after a store: what it holds, whether it is whole, its space."""
+    """Look after a store: what it holds, whether it is whole, its space, exports."""
 
 
 @store.command()
@@ -106,16 +108,89 @@ def compact(path: str, later: str | None) -> None:
         from storage.lmdb_store import LmdbStore
         from tiered_emb.store_report import byte_bar, print_compaction
 
+        if later is None:
+            _refuse_later_rows(path)
         before = describe_store(path)
-        if before.later_rows and later is None:
-            click.echo(
-                f"tiered-emb: {path} holds {before.later_rows:,} rows put after its last complete state, left by a "
-                "crash or a writer: open it once with the program that writes it, or say --later keep or "
-                "--later discard",
-                err=True,
-            )
-            sys.exit(FAILED)
         opened: Any = LmdbStore(path, durability="snapshot" if later == "discard" else "commit")
         with opened, byte_bar("compact") as progress:
             opened.compact(progress)
         print_compaction(before, describe_store(path), Console())
+
+
+@store.command()
+@click.argument("path")
+@click.argument("target")
+@click.option("--snapshot", required=True, metavar="NAME", help="What is exported.")
+@click.option("--since", metavar="NAME", help="Only what changed since this older snapshot: a delta.")
+@click.option(
+    "--compression",
+    type=click.Choice(["auto", "zstd", "none"]),
+    default="auto",
+    show_default=True,
+    help="Of columns of rows; auto = zstd where it makes a column an eighth smaller.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, the last line of standard output.")
+def export(path: str, target: str, snapshot: str, since: str | None, compression: str, as_json: bool) -> None:
+    """Write a snapshot as Parquet files into the new directory TARGET; goes on beside a writer."""
+    with one_line_errors():
+        from rich.console import Console
+
+        from storage.lmdb_store import LmdbStore
+        from tiered_emb.outputs import check_new_directory
+        from tiered_emb.store_report import byte_bar, print_export
+
+        check_new_directory(target, [path])
+        start = time.perf_counter()
+        with LmdbStore(path, read_only=True) as opened, byte_bar("export") as progress:
+            report = opened.export(target, snapshot=snapshot, since=since, compression=compression, progress=progress)
+        print_export(report, time.perf_counter() - start, Console(stderr=as_json))
+        if as_json:
+            _write_json(asdict(report), "-")
+
+
+@store.command("import")
+@click.argument("path")
+@click.argument("source")
+@click.option("--name", metavar="NAME", help="Of the snapshot that is made.  [default: as exported]")
+@click.option(
+    "--rollback", is_flag=True, help="Go back first, to the base of a delta or to where an import was cut off."
+)
+@click.option(
+    "--later",
+    type=click.Choice(["keep", "discard"]),
+    help="What becomes of rows put after the last complete state, which a crash has left.  [default: refuse such a "
+    "store]",
+)
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, the last line of standard output.")
+def import_(path: str, source: str, name: str | None, rollback: bool, later: str | None, as_json: bool) -> None:
+    """Put the export SOURCE into the store PATH, new or not, and make a snapshot of it; all of it or nothing."""
+    with one_line_errors():
+        from rich.console import Console
+
+        from storage.export.manifest import load_export
+        from storage.lmdb_store import LmdbStore
+        from tiered_emb.store_report import byte_bar, print_import
+
+        load_export(source)  # before a store is created
+        if later is None and os.path.exists(path):
+            _refuse_later_rows(path)
+        start = time.perf_counter()
+        opened: Any = LmdbStore(path, durability="commit" if later == "keep" else "snapshot")
+        with opened, byte_bar("import") as progress:
+            report = opened.import_(source, name=name, rollback=rollback, progress=progress)
+        print_import(path, report, time.perf_counter() - start, Console(stderr=as_json))
+        if as_json:
+            _write_json(asdict(report), "-")
+
+
+def _refuse_later_rows(path: str) -> None:
+    from storage.describe import describe_store
+
+    later = describe_store(path).later_rows
+    if later:
+        click.echo(
+            f"tiered-emb: {path} holds {later:,} rows put after its last complete state, left by a crash or a writer: "
+            "open it once with the program that writes it, or say --later keep or --later discard",
+            err=True,
+        )
+        sys.exit(FAILED)

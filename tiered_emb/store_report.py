@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from storage.describe import AgeBand, StoreDescription
+from storage.export import ExportReport, ImportReport
 from storage.verify import Damage, VerifyReport
 from tiered_emb.reference.words import counted, size
 
@@ -178,6 +179,34 @@ def print_compaction(before: StoreDescription, after: StoreDescription, console:
     ):
         table.add_row(name, *sizes)
     console.print(table)
+
+
+def print_export(report: ExportReport, seconds: float, console: Console) -> None:
+    """What `tiered-emb store export` has written, in a line."""
+    since = "" if report.base is None else f" since {report.base!r}"
+    _print(
+        console,
+        f"{report.path}: {report.kind} export of snapshot {report.snapshot!r}{since}, {_applied(report)} in "
+        f"{size(report.file_bytes)}{_times(_share(report), 'the rows')}, {seconds:.1f} s",
+    )
+
+
+def print_import(path: str, report: ImportReport, seconds: float, console: Console) -> None:
+    """What `tiered-emb store import` has brought, in a line."""
+    _print(
+        console,
+        f"{path}: snapshot {report.snapshot!r} from the {report.kind} export {report.path}, {_applied(report)}, "
+        f"{size(report.row_bytes)} in {seconds:.1f} s",
+    )
+
+
+def _applied(report: ExportReport | ImportReport) -> str:
+    deleted = f" and {counted(report.deletions, 'deletion')}" if report.deletions else ""
+    return counted(report.rows, "row") + deleted
+
+
+def _share(report: ExportReport) -> float | None:
+    return report.file_bytes / report.row_bytes if report.row_bytes else None
 
 
 def _print(console: Console, line: str) -> None:

@@ -75,6 +75,11 @@ class StoreConfig:
         most = min(_LARGE_SEGMENT_BYTES, self.write_buffer_bytes // 8)
         return max(min(_SEGMENT_BYTES, self.write_buffer_bytes // 2), min(max(wide, many), most)) - 16
 
+    def bulk_bytes(self) -> int:
+        """Size to which segments are filled while many rows come that are new: what each costs by itself tells then,
+        and none of them will fit into a hole anyway. 0 = as otherwise."""
+        return 0 if self.segment_bytes is not None else min(_LARGE_SEGMENT_BYTES, self.write_buffer_bytes // 8) - 16
+
     def shards_for(self, rows: int) -> int:
         """Index shards for a store of about so many rows: enough that a shard stays small, and that of a thousand
         rows one or two share their tags with others; few if memory is scarce."""

@@ -50,10 +50,11 @@ from storage.row_log.places import (
     ROWS,
     WIDTHS,
     SegmentTable,
+    place_at,
     stored_id,
     stored_table,
 )
-from storage.row_log.raw import row_step
+from storage.row_log.raw import row_step, uncounted
 from storage.row_log.read_threads import for_each_block
 from storage.row_log.segment import HEADER_BYTES, SegmentHeader, is_whole_at, read_header_at, stride_of
 from storage.row_log.space import bytes_in_use, bytes_of, idle_slots, marked
@@ -71,6 +72,15 @@ _ID_BYTES = np.uint64(8)
 def who(segments: Any, place: Any) -> Any:
     """Table number and id stored with a row."""
     return np.int64(stored_table(segments, place)), stored_id(segments, place)
+
+
+@njit(nogil=True, cache=True)
+def _stored_rows(segments: Any, slot: Any, start: Any, tables: Any, ids: Any, places: Any) -> None:
+    """Table numbers, ids and places of rows of a segment from row `start` on, as many as the outputs hold."""
+    segments = uncounted(segments)
+    for i in range(len(ids)):
+        places[i] = place_at(slot, start + i)
+        tables[i], ids[i] = stored_table(segments, places[i]), stored_id(segments, places[i])
 
 
 @njit(nogil=True, cache=True)
@@ -443,6 +453,23 @@ class GroupRows:
         self._copy(self.segments, tables[:n], ids[:n], places[:n], out, found)
         return at, (RowIds(self.group, tables[:n], ids[:n]), out)
 
+    def stored_block(self, slot: int, start: int) -> tuple[RowIds, RowBytes]:
+        """Some rows of a committed segment from row `start` on, live or not, none at its end; no index is needed.
+
+        Raises:
+            CorruptRowError: a row is damaged.
+        """
+        lines = self.segments.lines
+        n = max(0, min(_SCAN_ROWS, (int(lines[slot, COUNT]) & 0xFFFFFFFF) - start))
+        tables, ids, places = np.empty(n, np.uint32), np.empty(n, np.int64), np.empty(n, np.uint64)
+        _stored_rows(lines, slot, start, tables, ids, places)
+        out, found = np.empty((n, self.row_bytes), np.uint8), np.empty(n, np.bool_)
+        self._pages.ask(lines, ROWS, self._stride, places)
+        address, step = np.uint64(out.ctypes.data), row_step(out)
+        if gather(lines, self._stride, tables, ids, places, address, step, self.row_bytes, found)[0]:
+            self._raise_damaged(places[~found][0])
+        return RowIds(self.group, tables, ids), out
+
     def dead_slots(self) -> list[int]:
         """Committed segments of which nothing is needed now: no live row, no tombstone that still hides an older row.
 
@@ -499,6 +526,20 @@ class GroupRows:
         """About how many bytes of the file all segments take, and those of which something is needed."""
         total, needed = bytes_in_use(self.segments.lines, self.stride)
         return int(total), int(needed)
+
+    def changed_since(self, epoch: int) -> bool:
+        """Whether a row or tombstone was put after an epoch, whatever became of it. Requires: the lock."""
+        if self.open_rows or any(not buffer.moved for buffer, _ in self.sealed):
+            return True
+        committed = [slot for slot in self.segments.slots().tolist() if slot not in self.slots_in_memory()]
+        return any(self._last_epoch(slot) > epoch for slot in committed)
+
+    def _last_epoch(self, slot: int) -> int:
+        """Of a committed segment. Raises CorruptSegmentError."""
+        line = self.segments.lines[slot]
+        if not (line[WIDTHS] >> 8) & 255:  # all its rows have one epoch
+            return int(line[EPOCH])
+        return read_header_at(int(line[IDS]) - HEADER_BYTES, int(line[NUMBER]), self._where).last_epoch
 
     def slots_in_memory(self) -> set[int]:
         """Slots of segments that are not committed."""

@@ -181,6 +181,27 @@ class Writer:
         finally:
             self._wanted = None
 
+    # ---- many new rows
+
+    def begin_bulk(self, group: GroupRows, rows: int) -> int:
+        """See `LmdbStore.bulk`; what `end_bulk` is to be given. Requires: the lock. Raises as `open_buffer`."""
+        self._check()
+        filled = group.filled_bytes
+        group.index.reserve(group.index.rows + rows)
+        self._fill_to(group, max(filled, self._of.config.bulk_bytes()))
+        return filled
+
+    def end_bulk(self, group: GroupRows, filled: int) -> None:
+        """Fill segments to `filled` bytes again."""
+        group.index.trim()
+        self._fill_to(group, filled)
+
+    def _fill_to(self, group: GroupRows, filled: int) -> None:
+        if group.filled_bytes != filled:
+            group.seal(self._of.store)
+            self._drop_spare(group)
+            group.filled_bytes = filled
+
     # ---- snapshots
 
     @property
@@ -354,8 +375,10 @@ class Writer:
         except StoreFullError as error:
             return error
         if wanted is not None:
-            with self._of.lock:  # not once more, if the next round begins before whoever waits has woken up
-                self._made, self._wanted = self._begun, None
+            with self._of.lock:
+                self._made = self._begun
+                if self._wanted is wanted:  # once is enough, though a round may begin before who waits for it wakes up
+                    self._wanted = None
         self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
         return None
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from storage import LmdbStore, RowIds, StoreConfig, StoreConfigError, StoreForkedError, StoreFullError, TableRef
-from storage.row_log.committer import Committer
+from storage.row_log.committer import Committer, Wanted
 from storage.row_log.compaction import Compactor
 from storage.row_log.log import Commit, RowLog
 from storage.row_log.places import COUNT
@@ -84,7 +84,7 @@ class StateUnderWay:
                 self.flushed_again.set()
             await_commit(done)
             if self.calls == 1:  # as by a call that was cut short: nobody waits for its state
-                writer._wanted_note = b"one"
+                writer._wanted = Wanted(b"one")
                 writer._maintenance.ask()
                 assert store._session.lock.wait_for(self.begun.is_set, 30)
 
@@ -439,3 +439,18 @@ def test_a_budget_does_not_keep_compaction_from_coming_after_flushes(tmp_path: P
             store.put(RowIds.of(table, rng.integers(0, 20_000, 1000)), np.zeros((1000, 128), np.uint8))
             store.flush()
         assert store.stats().rows_moved > 0
+
+
+def test_what_is_wanted_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that follow each other before the thread that waits wakes up: a snapshot dropped twice ended the writer."""
+    with LmdbStore(tmp_path / "s") as store:
+        writer = store._session.writer
+        assert writer is not None
+        whole = writer._commit
+        monkeypatch.setattr(writer, "_commit", lambda: (whole(), whole())[1])
+        first = store.snapshot("a")
+        again = store.snapshot("b", drop=["a"])
+        assert int(again.origin.split(":")[1]) == int(first.origin.split(":")[1]) + 1
+        store.drop_snapshot("b")
+        assert store.snapshots() == []
+        store.flush(b"still writes")

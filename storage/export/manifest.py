@@ -1,0 +1,238 @@
+"""manifest.json of an export: what it holds, of which snapshot, and by which checksum each file is known.
+
+A file's checksum is a chain, so that it can be computed while the file is written and without holding it: XXH64 of its
+first MiB with seed 0, then of the next one with that as the seed, and so on.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from storage.errors import CorruptExportError, ExportError, StorageError
+from storage.row_log.hashing import checksum
+from storage.row_log.snapshots import Origin, check_name
+from storage.schema import RowSchema, table_number
+
+FORMAT, VERSION = "tiered-emb export", 1
+NAME = "manifest.json"
+FULL, DELTA = "full", "delta"
+
+_CHAINED_BYTES = 1 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFile:
+    """One Parquet file: rows of the tables of one schema.
+
+    Attributes:
+        name: in the directory of the export.
+        group: position of its schema in `ExportManifest.groups`.
+        rows, deletions: how many of each it has.
+        bytes, checksum: of the file; 16 hexadecimal digits.
+    """
+
+    name: str
+    group: int
+    rows: int
+    deletions: int
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportManifest:
+    """What an export is.
+
+    Attributes:
+        kind: "full" or "delta".
+        store: that it was made from.
+        snapshot, note, time_s, origin: of the snapshot, as in `storage.snapshot.Snapshot`.
+        rows, live_bytes: of the whole snapshot, also where the export is a delta.
+        base, base_origin: name and origin of the snapshot that a delta follows; None in a full export.
+        groups: schemas.
+        tables: position in `groups` by table name.
+        files: one for each schema that has something to tell.
+    """
+
+    kind: str
+    store: UUID
+    snapshot: str
+    note: bytes
+    time_s: float
+    origin: Origin
+    rows: int
+    live_bytes: int
+    base: str | None
+    base_origin: Origin | None
+    groups: tuple[RowSchema, ...]
+    tables: dict[str, int]
+    files: tuple[ExportFile, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all Parquet files."""
+        return sum(file.bytes for file in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's contents as plain JSON types."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "store": str(self.store),
+            "snapshot": {
+                "name": self.snapshot,
+                "origin": str(self.origin),
+                "time_s": self.time_s,
+                "rows": self.rows,
+                "live_bytes": self.live_bytes,
+                "note": base64.b64encode(self.note).decode(),
+            },
+            "base": None if self.base_origin is None else {"name": self.base, "origin": str(self.base_origin)},
+            "groups": [{"group": at, **schema.to_json()} for at, schema in enumerate(self.groups)],
+            "tables": [
+                {"name": name, "number": table_number(name), "group": group}
+                for name, group in sorted(self.tables.items())
+            ],
+            "files": [asdict(file) for file in self.files],
+        }
+        return {**body, "checksum": _checksum(body)}
+
+    @classmethod
+    def from_json(cls, data: Any, where: Path) -> ExportManifest:
+        """Check and read a file's contents.
+
+        Raises:
+            ExportError: they are something else, or of a newer version.
+            CorruptExportError: they are ours and damaged.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ExportError(f'{where} is not the manifest of an export: expected "format": "{FORMAT}" in it')
+        stored = data.pop("checksum", None)
+        if stored != _checksum(data):
+            raise CorruptExportError(
+                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}; copy it once more"
+            )
+        if data.get("version") != VERSION:
+            raise ExportError(f"{where} has version {data.get('version')}: this program reads version {VERSION}")
+        try:
+            return cls._of(data)
+        except (KeyError, TypeError, ValueError, StorageError) as error:
+            raise CorruptExportError(f"{where} is damaged: {error}") from error
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> ExportManifest:
+        snapshot, base = data["snapshot"], data["base"]
+        manifest = cls(
+            kind=data["kind"],
+            store=UUID(data["store"]),
+            snapshot=check_name(snapshot["name"]),
+            note=base64.b64decode(snapshot["note"]),
+            time_s=float(snapshot["time_s"]),
+            origin=Origin.parse(snapshot["origin"]),
+            rows=int(snapshot["rows"]),
+            live_bytes=int(snapshot["live_bytes"]),
+            base=None if base is None else base["name"],
+            base_origin=None if base is None else Origin.parse(base["origin"]),
+            groups=tuple(RowSchema.from_json(group) for group in data["groups"]),
+            tables={table["name"]: int(table["group"]) for table in data["tables"]},
+            files=tuple(ExportFile(**file) for file in data["files"]),
+        )
+        if manifest.kind not in (FULL, DELTA) or (manifest.kind == DELTA) != (base is not None):
+            raise ValueError(f"kind {manifest.kind!r} with base {base!r}")
+        return manifest
+
+    def save(self, directory: Path) -> None:
+        """Write the file, durably. Raises OSError."""
+        with open(directory / NAME, "w", encoding="utf-8") as file:
+            file.write(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def load_export(path: str | os.PathLike[str]) -> ExportManifest:
+    """The manifest of an export; its files are not looked at.
+
+    Raises:
+        ExportError: the path holds no export, or one of a newer version.
+        CorruptExportError: the manifest is damaged.
+    """
+    where = Path(path) / NAME
+    try:
+        text = where.read_bytes()
+    except OSError as error:
+        raise ExportError(f"{path} is no export: {where} cannot be read ({error.strerror or error})") from error
+    try:
+        data = json.loads(text.decode())
+    except ValueError as error:
+        raise CorruptExportError(f"{where} is damaged or no manifest of an export: it is not JSON ({error})") from error
+    return ExportManifest.from_json(data, where)
+
+
+def verify_files(directory: Path, manifest: ExportManifest, progress: Progress) -> None:
+    """Read every file once.
+
+    Raises:
+        CorruptExportError: one is missing, of another size, or its bytes give another checksum.
+    """
+    done = 0
+    for file in manifest.files:
+        for bytes_read in _verified(directory / file.name, file):
+            done += bytes_read
+            progress(done, manifest.file_bytes)
+
+
+def _verified(path: Path, expected: ExportFile) -> Any:
+    if not path.is_file() or path.stat().st_size != expected.bytes:
+        seen = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
+        raise CorruptExportError(f"{path} {seen}: expected {expected.bytes:,}; copy the export once more")
+    chain, block = Chain(), bytearray(_CHAINED_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(block):
+            chain.add(memoryview(block)[:n])
+            yield n
+    if chain.digest() != expected.checksum:
+        raise CorruptExportError(
+            f"{path} is damaged: its checksum is {chain.digest()}, expected {expected.checksum}; copy it once more"
+        )
+
+
+class Chain:
+    """The checksum of a file whose bytes come in order, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._value = 0
+        self._block = bytearray(_CHAINED_BYTES)
+        self._filled = 0
+
+    def add(self, data: memoryview) -> None:
+        """Take in the next bytes."""
+        while len(data):
+            if not self._filled and len(data) >= _CHAINED_BYTES:  # straight from where they are
+                self._value, taken = checksum(data[:_CHAINED_BYTES], self._value), _CHAINED_BYTES
+            else:
+                taken = min(len(data), _CHAINED_BYTES - self._filled)
+                self._block[self._filled : self._filled + taken] = data[:taken]
+                self._filled += taken
+                if self._filled == _CHAINED_BYTES:
+                    self._value, self._filled = checksum(memoryview(self._block), self._value), 0
+            data = data[taken:]
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of the bytes so far."""
+        rest = memoryview(self._block)[: self._filled]
+        return f"{checksum(rest, self._value) if self._filled else self._value:016x}"
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return f"{checksum(canonical.encode()):016x}"
