@@ -115,6 +115,21 @@ def test_a_diff_stays_in_one_transaction_of_a_reader(path: Path) -> None:
         check(store, dict.fromkeys(range(3000), 3))
 
 
+def test_a_snapshot_dropped_in_the_middle_of_a_readers_diff_is_no_damage(path: Path) -> None:
+    """Of the second group the older snapshot's rows are still to be asked for, and their segments are gone."""
+    with writing(path) as writer, reading(path) as store:
+        writer.do("other = store.open_table('other', schema_of(3)); nine = RowIds.of(other, np.arange(9))")
+        writer.do("put(range(5), 1); store.put(nine, np.ones((9, 12), np.uint8)); store.snapshot('a')")
+        writer.do("put(range(5), 2); store.delete(nine); store.snapshot('b')")
+        assert differing(store, "a", "b") == (set(range(5)), set(range(9)))
+        changes = store.diff("a", "b")
+        next(changes)
+        writer.do("[store.drop_snapshot(name) for name in 'ab']; store.compact(); store.compact()")
+        with pytest.raises(StoreChangedError, match="snapshot 'a'"):
+            list(changes)
+        assert set(contents(store, 0).values()) == {bytes([2] * 32)}
+
+
 def in_child(work: Callable[[], None]) -> int:
     """Fork, work there, and return the child's pid; its exit code is 0 if nothing was raised."""
     with warnings.catch_warnings():

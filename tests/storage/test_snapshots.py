@@ -137,7 +137,9 @@ class Snapshots(RuleBasedStateMachine):
         rows, row_bytes = self._rows(which, ids)
         self.calls += 1
         data = np.random.default_rng(self.calls).integers(0, 256, (len(rows), row_bytes), dtype=np.uint8)
+        bound = self.store.memory_after(len(rows))
         self.store.put(rows, data)
+        assert self.store.stats().memory_bytes <= bound
         for row, content in zip(named(rows), data, strict=True):
             self.now.rows[(rows.group, *row)] = content.tobytes()
             self.now.changed[(rows.group, *row)] = self.calls
