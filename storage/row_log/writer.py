@@ -319,8 +319,10 @@ class Writer:
         except StoreFullError as error:
             return error
         if wanted is not None:
-            with self._of.lock:  # not once more, if the next round begins before whoever waits has woken up
-                self._made, self._wanted = self._begun, None
+            with self._of.lock:
+                self._made = self._begun
+                if self._wanted is wanted:  # not once more, if the next round begins before whoever waits has woken up
+                    self._wanted = None
         self.compactor.slack_bytes = _SLACK_COMMITS * self.committer.recent_bytes
         return None
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from storage import LmdbStore, RowIds, StoreConfig, StoreConfigError, StoreForkedError, StoreFullError, TableRef
-from storage.row_log.committer import Committer
+from storage.row_log.committer import Committer, Wanted
 from storage.row_log.compaction import Compactor
 from storage.row_log.log import Commit, RowLog
 from storage.row_log.places import COUNT
@@ -84,7 +84,7 @@ class StateUnderWay:
                 self.flushed_again.set()
             await_commit(done)
             if self.calls == 1:  # as by a call that was cut short: nobody waits for its state
-                writer._wanted_note = b"one"
+                writer._wanted = Wanted(b"one")
                 writer._maintenance.ask()
                 assert store._session.lock.wait_for(self.begun.is_set, 30)
 
