@@ -294,6 +294,19 @@ class TestRollback:
         with reopened(store) as again:
             check_equal(again, 0, rows)
 
+    def test_its_commit_tells_what_is_there_afterwards(self, store: LmdbStore) -> None:
+        put(store, range(1000), 1)
+        store.snapshot("a")
+        put(store, range(500, 4000), 2)
+        store.flush()
+        store.rollback("a")
+        with store._session.log.reading() as txn:
+            record = store._session.log.last_commit(txn)
+        assert record is not None and record.went_back and record.made_state
+        totals = record.totals
+        assert (totals.live_rows, totals.live_bytes) == (1000, 32_000)
+        assert totals.segment_bytes == store._session.groups[0].bytes_in_use()[0]
+
     def test_a_hint_from_before_it_is_void(self, store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whoever asked while it went on may have been given a row that is gone now."""
         put(store, range(10), 1)
