@@ -7,6 +7,7 @@ on what it has committed. What is damaged is left out and named in `damages`; `s
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from storage.row_log.places import stored_table
 from storage.row_log.raw import load64
 from storage.row_log.survey import Damage, Survey, SurveyedSegment
 
-__all__ = ["AgeBand", "Moment", "StoreDescription", "TableDescription", "describe_store"]
+__all__ = ["AgeBand", "Moment", "SnapshotDescription", "StoreDescription", "TableDescription", "describe_store"]
 
 AGE_BANDS = 10
 _0, _8 = np.uint64(0), np.uint64(8)
@@ -79,6 +80,31 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotDescription:
+    """A named snapshot.
+
+    Attributes:
+        name, time_s: its name; when it was made, in seconds of Unix time.
+        rows, live_bytes: of it, without any overhead.
+        segments, bytes: that hold them; of the segments.
+        only_bytes: of the segments in which no row is live now and which no other snapshot holds: about what the file
+            gets back when it is dropped.
+        note_bytes: size of its note.
+        origin: which state of which store it is, "uuid:number".
+    """
+
+    name: str
+    time_s: float
+    rows: int
+    live_bytes: int
+    segments: int
+    bytes: int
+    only_bytes: int
+    note_bytes: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoreDescription:
     """What `describe_store` found; all sizes in bytes.
 
@@ -93,6 +119,7 @@ class StoreDescription:
         state, note_bytes: number of the last complete state (-1 if its record is damaged); size of its note.
         later_rows: rows stored since it, which a writer will cover with its next state and a crash leaves.
         oldest_reader, oldest_reader_commits: process that pins the oldest commit, and its lag in commits; 0 = none.
+        snapshots: oldest first.
         ages: from the oldest to the newest segments.
         history: oldest first, closer together towards the end; empty for stores that keep no records of commits.
         damages: what had to be left out.
@@ -116,6 +143,7 @@ class StoreDescription:
     later_rows: int
     oldest_reader: int
     oldest_reader_commits: int
+    snapshots: tuple[SnapshotDescription, ...]
     ages: tuple[AgeBand, ...]
     history: tuple[Moment, ...]
     damages: tuple[Damage, ...]
@@ -167,6 +195,7 @@ def describe_store(path: str | os.PathLike[str]) -> StoreDescription:
             later_rows=sum(one.header.rows for one in segments if state and one.header.last_epoch > state.epoch),
             oldest_reader=reader[0],
             oldest_reader_commits=reader[1],
+            snapshots=_snapshots(survey),
             ages=_ages(segments),
             history=moments,
             damages=tuple(survey.damages),
@@ -213,6 +242,28 @@ def _live_rows(survey: Survey) -> dict[int, int]:
             _count_tables(group.index.table, group.segments.lines, numbers, counted)
         counts |= dict(zip(numbers.tolist(), counted.tolist(), strict=True))
     return counts
+
+
+def _snapshots(survey: Survey) -> tuple[SnapshotDescription, ...]:
+    held = Counter(number for one in survey.snapshots for number in one.segments.tolist())
+    found = []
+    for one in survey.snapshots:
+        there = [survey.segments[number] for number in one.segments.tolist() if number in survey.segments]
+        only = [segment for segment in there if held[segment.header.number] == 1 and not segment.live]
+        found.append(
+            SnapshotDescription(
+                name=one.name,
+                time_s=one.time_us / 1e6,
+                rows=one.rows,
+                live_bytes=one.live_bytes,
+                segments=len(one.segments),
+                bytes=sum(segment.header.size for segment in there),
+                only_bytes=sum(segment.header.size for segment in only),
+                note_bytes=len(one.state.note),
+                origin=str(one.origin),
+            )
+        )
+    return tuple(found)
 
 
 def _ages(segments: list[SurveyedSegment]) -> tuple[AgeBand, ...]:

@@ -263,15 +263,10 @@ class SnapshotView:
 
     def _check_there(self, txn: Any) -> None:
         """For who only reads: the writer may have dropped the snapshot, and deleted its segments."""
-        log = self._session.log
-        transaction = log.transaction(txn)
-        if self._session.reader is None or (transaction == self._checked and self._log is log):
-            return
-        if log.snapshot(txn, self._record.name) != self._record:
-            raise StoreChangedError(
-                f"snapshot {self._record.name!r} of {self._session.path} was dropped while it was read"
-            )
-        self._checked = transaction
+        transaction = self._session.log.transaction(txn)
+        if transaction != self._checked or self._log is not self._session.log:
+            check_there(self._session, self._record, txn)
+            self._checked = transaction
 
     def _fill(self, txn: Any) -> None:
         session, record = self._session, self._record
@@ -294,6 +289,16 @@ class SnapshotView:
         if number < 0:
             self._session.group(number)
         return self._groups[number]
+
+
+def check_there(session: Session, record: SnapshotRecord, txn: Any) -> None:
+    """For who only reads: a snapshot that is there in a transaction has its segments as long as that lasts.
+
+    Raises:
+        StoreChangedError: it was dropped. In the writing process segments stay as long as somebody holds them.
+    """
+    if session.reader is not None and session.log.snapshot(txn, record.name) != record:
+        raise StoreChangedError(f"snapshot {record.name!r} of {session.path} was dropped while it was read")
 
 
 def groups_of(session: Session, rows: int) -> list[GroupRows]:
@@ -435,6 +440,7 @@ def _newer_rows(session: Session, newer: SnapshotRecord, after: int) -> list[Gro
 
 def _verified(session: Session, record: SnapshotRecord, groups: list[GroupRows]) -> Iterator[Any]:
     with session.reading(follow=False), session.log.reading() as txn:
+        check_there(session, record, txn)
         numbers = record.segments.tolist()
         segments = dict(zip(numbers, session.log.some_segments(txn, numbers), strict=True))
         yield from verified(segments, groups, session.manifest.uuid.bytes, str(session.path))

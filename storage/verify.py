@@ -1,8 +1,9 @@
 """verify_store: read every byte of a store that a checksum covers, and say what is not as it was written.
 
 It needs no right to write, works beside a writer (on what was committed when it began), and goes on after each damage:
-the manifest, the data file's own pages, the state, every segment's header and block of ids, every row's checksum (live
-rows, older versions and tombstones alike, since a disk that loses one loses the other) and the zeros behind the rows.
+the manifest, the data file's own pages, the state, the records of snapshots and whether the segments they list are
+there, every segment's header and block of ids, every row's checksum (live rows, older versions and tombstones alike,
+since a disk that loses one loses the other) and the zeros behind the rows.
 Rows are read segment after segment, with the pages of the next ones asked for, so at the disk's speed.
 
 Memory: an index of the store, about 12 bytes a row, which tells live rows from older versions.
@@ -126,8 +127,10 @@ def _row_damage(survey: Survey, segment: SurveyedSegment, row: int) -> Damage:
     live = int(found[0]) == segment.slot * MAX_SEGMENT_ROWS + row
     name = survey.table_name(table)
     kind = "row" if live else "superseded row"
+    holders = survey.holders_of(segment.header.number)
+    held = f", which snapshot {holders[0]!r} holds" if holders else ""
     message = (
         f"{kind} with id {id} of table {name}: its bytes do not match their checksum "
-        f"(row {row} of segment {segment.header.number})"
+        f"(row {row} of segment {segment.header.number}{held})"
     )
     return Damage(DATA_NAME, message, segment.header.number, name, id, live)

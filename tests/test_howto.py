@@ -105,6 +105,29 @@ def test_a_store_is_looked_after_as_the_page_says(tmp_path: Path) -> None:
     assert re.match(r"table ads id \d+: (superseded )?row with id \d+ of table ads: its bytes", damaged[0])
 
 
+def test_states_are_kept_and_gone_back_to_as_the_page_says(tmp_path: Path) -> None:
+    said = []
+    for kind, script, code in _scripts((ROOT / "docs" / "howto" / "go-back.md").read_text()):
+        words = shlex.split(script)[1:] if kind == "sh" else []
+        command = ["-m", "tiered_emb", *words] if kind == "sh" else ["-c", script]
+        result = subprocess.run(
+            [sys.executable, "-W", "error", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == int(code), (script, result.stdout, result.stderr)
+        said.append(result.stdout + result.stderr)
+    assert any('{"tables": {"ads": {"put": 500, "deleted": 1}}}' in text for text in said)
+    assert any("ads\t19999\tdeleted" in text for text in said)
+    assert any("rows has snapshots newer than 'monday' ('tuesday')" in text for text in said)
+    assert '"name": "wednesday"' in said[-2] and '"name": "monday"' not in said[-2]
+    assert "good" in said[-1]
+
+
 def test_a_store_is_used_by_itself_as_the_page_says(tmp_path: Path) -> None:
     scripts = [body for _, body, _ in _scripts((ROOT / "docs" / "howto" / "use-a-store.md").read_text())]
     assert len(scripts) == 2

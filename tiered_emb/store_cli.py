@@ -91,30 +91,170 @@ def verify(path: str, as_json: bool) -> None:
     sys.exit(0 if report.good else FAILED)
 
 
-@store.command()
-@click.argument("path")
-@click.option(
+_later = click.option(
     "--later",
     type=click.Choice(["keep", "discard"]),
     help="What becomes of rows put after the last complete state, which a crash has left: keep them (a bare store), or "
     "go back to that state (a store of training).  [default: refuse such a store]",
 )
+_as_json = click.option("--json", "as_json", is_flag=True, help="As JSON, the last line of standard output.")
+
+
+def _open_to_write(path: str, before: Any, later: str | None) -> Any:
+    """An LmdbStore. Closing it makes a complete state, so somebody must say whether rows after the last one count."""
+    from storage.lmdb_store import LmdbStore
+
+    if before.later_rows and later is None:
+        click.echo(
+            f"tiered-emb: {path} holds {before.later_rows:,} rows put after its last complete state, left by a "
+            "crash or a writer: open it once with the program that writes it, or say --later keep or "
+            "--later discard",
+            err=True,
+        )
+        sys.exit(FAILED)
+    return LmdbStore(path, durability="snapshot" if later == "discard" else "commit")
+
+
+@store.command()
+@click.argument("path")
+@_later
 def compact(path: str, later: str | None) -> None:
     """Rewrite the segments that hold rows nobody needs any more; needs the right to write."""
     with one_line_errors():
         from rich.console import Console
 
         from storage.describe import describe_store
-        from storage.lmdb_store import LmdbStore
         from tiered_emb.store_report import byte_bar, print_compaction
 
-        if later is None:
-            _refuse_later_rows(path)
         before = describe_store(path)
-        opened: Any = LmdbStore(path, durability="snapshot" if later == "discard" else "commit")
+        opened = _open_to_write(path, before, later)
         with opened, byte_bar("compact") as progress:
             opened.compact(progress)
         print_compaction(before, describe_store(path), Console())
+
+
+# ---- snapshots
+
+
+@store.command()
+@click.argument("path")
+@click.argument("name")
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Drop the oldest snapshots beyond N.")
+@_later
+@_as_json
+def snapshot(path: str, name: str, keep_last: int | None, later: str | None, as_json: bool) -> None:
+    """Keep the rows of a store as they are now under a name; needs the right to write."""
+    with one_line_errors():
+        from storage.describe import describe_store
+
+        opened = _open_to_write(path, describe_store(path), later)
+        with opened:
+            made = opened.snapshot(name, keep_last=keep_last)
+        click.echo(f"{path}: snapshot {made.name!r} of {made.rows:,} rows", err=as_json)
+        if as_json:
+            from dataclasses import asdict
+
+            figures = asdict(made)
+            note = figures.pop("note")  # bytes of the caller's, of which JSON knows nothing
+            _write_json({**figures, "note_bytes": len(note)}, "-")
+
+
+@store.command("list")
+@click.argument("path")
+@_as_json
+def list_snapshots(path: str, as_json: bool) -> None:
+    """The snapshots of a store, oldest first, and what only they hold."""
+    with one_line_errors():
+        from dataclasses import asdict
+
+        from rich.console import Console
+
+        from storage.describe import describe_store
+        from tiered_emb.store_report import print_snapshots
+
+        described = describe_store(path)
+        print_snapshots(described, Console(stderr=as_json))
+        if as_json:
+            _write_json({"snapshots": [asdict(one) for one in described.snapshots]}, "-")
+
+
+@store.command()
+@click.argument("path")
+@click.argument("older")
+@click.argument("newer")
+@click.option("--ids", is_flag=True, help="Name every id, one a line: table, id, put or deleted.")
+@_as_json
+def diff(path: str, older: str, newer: str, ids: bool, as_json: bool) -> None:
+    """How many rows of each table differ between two snapshots; works beside a writer."""
+    with one_line_errors():
+        from rich.console import Console
+
+        from storage.lmdb_store import LmdbStore
+        from tiered_emb.store_report import count_changes, print_changes, print_ids
+
+        opened: Any = LmdbStore(path, read_only=True)
+        with opened:
+            counts, named = count_changes(opened, opened.diff(older, newer), ids)
+        console = Console(stderr=as_json)
+        if ids and not as_json:
+            print_ids(named)
+        else:
+            print_changes(f"{path}: {older} to {newer}", counts, console)
+        if as_json:
+            _write_json({"tables": counts, **({"ids": named} if ids else {})}, "-")
+
+
+@store.command()
+@click.argument("path")
+@click.argument("name")
+@click.option("--drop-later", is_flag=True, help="Also drop the snapshots that are newer; refused otherwise.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_as_json
+def rollback(path: str, name: str, drop_later: bool, yes: bool, as_json: bool) -> None:
+    """Go back to a snapshot: all that was put or deleted since is gone, for good; needs the right to write."""
+    with one_line_errors():
+        from storage.lmdb_store import LmdbStore
+
+        opened: Any = LmdbStore(path, durability="commit")
+        try:
+            there = opened.snapshots()
+            names = [one.name for one in there]
+            later = names[names.index(name) + 1 :] if name in names else []
+            if not yes and name in names:
+                also = f" and drops {len(later)} newer snapshots" if later and drop_later else ""
+                click.confirm(
+                    f"{path}: going back to {name!r} ({there[names.index(name)].rows:,} rows) takes every change since"
+                    f"{also}. Go on?",
+                    abort=True,
+                    err=True,
+                )
+            opened.rollback(name, drop_later=drop_later)
+            rows = opened.stats().rows
+            opened.close()
+        finally:
+            opened.abandon()  # if it was not closed: a flush would make rows count that a crash has left
+        click.echo(f"{path}: back at {name!r}, {rows:,} rows", err=as_json)
+        if as_json:
+            _write_json({"name": name, "rows": rows, "dropped": later}, "-")
+
+
+@store.command()
+@click.argument("path")
+@click.argument("name")
+@_later
+@_as_json
+def drop(path: str, name: str, later: str | None, as_json: bool) -> None:
+    """Let a snapshot go; rows to come use the space of what only it held. Needs the right to write."""
+    with one_line_errors():
+        from storage.describe import describe_store
+
+        opened = _open_to_write(path, describe_store(path), later)
+        with opened:
+            opened.drop_snapshot(name)
+            left = [one.name for one in opened.snapshots()]
+        click.echo(f"{path}: snapshot {name!r} is gone", err=as_json)
+        if as_json:
+            _write_json({"dropped": name, "left": left}, "-")
 
 
 @store.command()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from storage.describe import AgeBand, StoreDescription
+from storage.describe import AgeBand, SnapshotDescription, StoreDescription
 from storage.export import ExportReport, ImportReport
+from storage.lmdb_store import LmdbStore
+from storage.row_log.manifest import load_manifest
+from storage.snapshot import Change
 from storage.verify import Damage, VerifyReport
 from tiered_emb.reference.words import counted, size
 
@@ -57,6 +61,8 @@ def print_description(described: StoreDescription, console: Console) -> None:
     console.print(_grid(escape(described.path), _facts(described)))
     if described.tables:
         console.print(_tables(described))
+    if described.snapshots:
+        console.print(snapshot_table(described.snapshots))
     if described.ages:
         console.print(_ages(described.ages))
     for damage in described.damages[:MAX_LINES]:
@@ -121,6 +127,19 @@ def _tables(described: StoreDescription) -> Table:
     return table
 
 
+def snapshot_table(snapshots: Sequence[SnapshotDescription]) -> Table:
+    """Named snapshots, oldest first, and what only they hold."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("snapshot", "made"):
+        table.add_column(name, overflow="fold")
+    for name in ("rows", "live bytes", "only it holds"):
+        table.add_column(name, justify="right")
+    for one in snapshots:
+        sizes = (f"{one.rows:,}", size(one.live_bytes), size(one.only_bytes))
+        table.add_row(escape(one.name), _when(one.time_s), *sizes)
+    return table
+
+
 def _ages(ages: tuple[AgeBand, ...]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("segments by age: epochs", overflow="fold")
@@ -157,6 +176,8 @@ def _place(damage: Damage) -> str:
     if damage.table is not None:
         return f"table {damage.table} id {damage.id}: {damage.message}"
     where = damage.file if damage.segment is None else f"segment {damage.segment}"
+    if damage.snapshot is not None:
+        where = f"snapshot {damage.snapshot}"
     return f"{where}: {damage.message}"
 
 
@@ -179,6 +200,56 @@ def print_compaction(before: StoreDescription, after: StoreDescription, console:
     ):
         table.add_row(name, *sizes)
     console.print(table)
+
+
+def print_snapshots(described: StoreDescription, console: Console) -> None:
+    """All of `tiered-emb store list`."""
+    if described.snapshots:
+        console.print(snapshot_table(described.snapshots))
+    else:
+        _print(console, f"{described.path}: no snapshots")
+    for damage in described.damages[:MAX_LINES]:
+        _print(console, f"DAMAGED: {damage.message}")
+
+
+def count_changes(
+    store: LmdbStore, changes: Iterable[Change], ids: bool
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, list[int]]]]:
+    """How many rows of each table were put and how many deleted, and, if wanted, which."""
+    names = {number: name for name, (number, _) in load_manifest(store.path).tables.items()}
+    counts: dict[str, dict[str, int]] = {}
+    named: dict[str, dict[str, list[int]]] = {}
+    for change in changes:
+        for number in np.unique(change.rows.tables).tolist():
+            of, name = change.rows.tables == number, names.get(number, f"number {number}")
+            for kind, which in (("put", of & ~change.deleted), ("deleted", of & change.deleted)):
+                counts.setdefault(name, {"put": 0, "deleted": 0})[kind] += int(which.sum())
+                if ids:
+                    there = named.setdefault(name, {"put": [], "deleted": []})
+                    there[kind] += change.rows.ids[which].tolist()
+    return dict(sorted(counts.items())), dict(sorted(named.items()))
+
+
+def print_changes(title: str, counts: Mapping[str, Mapping[str, int]], console: Console) -> None:
+    """What `tiered-emb store diff` has counted."""
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("table", overflow="fold")
+    for name in ("put", "deleted"):
+        table.add_column(name, justify="right")
+    for name, of in counts.items():
+        table.add_row(escape(name), f"{of['put']:,}", f"{of['deleted']:,}")
+    if counts:
+        console.print(table)
+    else:
+        _print(console, f"{title}: no row differs")
+
+
+def print_ids(named: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+    """Every row that differs, a line each, for other programs: table, id, what happened, with tabs in between."""
+    for table, of in named.items():
+        for kind, ids in of.items():
+            for id in ids:
+                print(table, id, kind, sep="\t")
 
 
 def print_export(report: ExportReport, seconds: float, console: Console) -> None:

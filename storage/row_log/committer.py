@@ -299,7 +299,7 @@ class Committer:
             kept = self._held([*stay, *self._viewed])
             others = self._others(record, kept)
             state = State(self.state.number + 1, self._next_number - 1, record.state.note)
-            totals = replace(self._totals([]), live_rows=record.rows, live_bytes=record.live_bytes)
+            totals = self._totals_of(record, kept)
             self._commit_changes(Commit((), others, state, totals, went_back=True, drops=tuple(drops)))
             for group in self._of.groups:
                 go_back(group, kept)
@@ -309,6 +309,13 @@ class Committer:
             self.state, self.uncovered, self._uncovered_bytes, self._last_totals = state, False, 0, totals
             self.commits += 1
             self._pin()
+
+    def _totals_of(self, record: SnapshotRecord, kept: NDArray[np.int64]) -> Totals:
+        """What the record of the way back to a snapshot says, of segments with these numbers."""
+        slots = [np.flatnonzero(np.isin(group.segments.lines[:, NUMBER], kept)) for group in self._of.groups]
+        size = sum(group.bytes_of(some.tolist()) for group, some in zip(self._of.groups, slots, strict=True))
+        now = self._totals([])
+        return replace(now, live_rows=record.rows, live_bytes=record.live_bytes, segment_bytes=size)
 
     def _check_not_viewed(self, state: int) -> None:
         """Here and not in the verb: a view may be opened while the verb waits for the thread."""

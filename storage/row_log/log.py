@@ -44,7 +44,7 @@ from storage.row_log.lmdb_pages import check_run, is_large, place_of_value
 from storage.row_log.manifest import DATA_NAME, LOCK_NAME
 from storage.row_log.owner import DataFileShare
 from storage.row_log.raw import bytes_at
-from storage.row_log.snapshots import KEY, SnapshotRecord, key_of
+from storage.row_log.snapshots import KEY, SnapshotRecord, in_order, key_of
 from storage.row_log.state import State
 
 _CHECKS = 1000  # begun beside a live writer until one is not overtaken by two of its commits
@@ -239,13 +239,19 @@ class RowLog:
 
     def snapshots(self, txn: Any) -> list[SnapshotRecord]:
         """All named snapshots, oldest first."""
-        found, cursor = [], txn.cursor(db=self._states)
-        if cursor.set_range(KEY):
-            for key, record in cursor.iternext():
-                if not bytes(key).startswith(KEY):
-                    break
-                found.append(SnapshotRecord.unpack(self._name_of(bytes(key)), bytes(record), self._where))
-        return sorted(found, key=lambda one: (one.state.number, one.time_us, one.name))
+        return in_order(self.unpack_snapshot(*stored) for stored in self.snapshot_records(txn))
+
+    def snapshot_records(self, txn: Any) -> Iterator[tuple[bytes, bytes]]:
+        """Keys and records of all named snapshots, as stored."""
+        cursor = txn.cursor(db=self._states)
+        for key, record in cursor.iternext() if cursor.set_range(KEY) else ():
+            if not bytes(key).startswith(KEY):
+                return
+            yield bytes(key), bytes(record)
+
+    def unpack_snapshot(self, key: bytes, record: bytes) -> SnapshotRecord:
+        """A named snapshot. Raises CorruptSegmentError."""
+        return SnapshotRecord.unpack(self._name_of(key), record, self._where)
 
     def snapshot(self, txn: Any, name: str) -> SnapshotRecord | None:
         """The snapshot of a name, if there is one."""

@@ -291,13 +291,14 @@ class Session:
         """Keep the segments of snapshots: in a writer they stay, a reader stays in one transaction.
 
         Raises:
-            StoreChangedError: one was dropped already.
+            StoreChangedError: in a writer, if one was dropped already.
         """
         process = os.getpid()
         with self.reading_log(), self.lock:
             writer, reader = None if self.forked else self.writer, self.reader
-            self._check_kept(records)
-            if reader is not None:
+            if reader is None:
+                self._check_kept(records)
+            else:
                 reader.hold()
             for record in records:
                 if writer is not None:

@@ -11,6 +11,7 @@ This module packs and unpacks; records live in LMDB's database `states` under `k
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from uuid import UUID
 
@@ -44,6 +45,11 @@ def check_name(name: str) -> str:
 def key_of(name: str) -> bytes:
     """Under which the record of a snapshot is kept."""
     return KEY + name.encode()
+
+
+def in_order(records: Iterable[SnapshotRecord]) -> list[SnapshotRecord]:
+    """The oldest first."""
+    return sorted(records, key=lambda one: (one.state.number, one.time_us, one.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from storage.row_log.manifest import DATA_NAME, NAME, Manifest, holds_store, loa
 from storage.row_log.places import LIVE
 from storage.row_log.recovery import LAST_EPOCH, ask_for_ids, fill_index
 from storage.row_log.segment import SegmentHeader, read_header
+from storage.row_log.snapshots import KEY, SnapshotRecord, in_order
 from storage.row_log.state import State
 
 _AHEAD = 32
@@ -50,6 +52,7 @@ class Damage:
         segment: its number, where it is one segment's.
         table, id: the row, where it is one row's; a table without a name is `number N`.
         live: whether a look-up of that row would read these bytes; older versions and deleted rows are not live.
+        snapshot: the name of a snapshot, where it is one's record, or a segment that it lacks.
     """
 
     file: str
@@ -58,6 +61,7 @@ class Damage:
     table: str | None = None
     id: int | None = None
     live: bool | None = None
+    snapshot: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class Survey:
         manifest: None if it is damaged.
         log: None if the data file cannot be read.
         state: the last complete state; None if its record is damaged.
+        snapshots: those whose records could be read, oldest first.
         history: records of the commits that the log still has, oldest first.
         groups: by number.
         segments: those that could be read, by number.
@@ -101,6 +106,7 @@ class Survey:
         self.groups: dict[int, GroupRows] = {}
         self.segments: dict[int, SurveyedSegment] = {}
         self.state: State | None = None
+        self.snapshots: list[SnapshotRecord] = []
         self.history: list[CommitRecord] = []
         self.log: RowLog | None = None
         self.manifest = self._load_manifest()
@@ -136,7 +142,7 @@ class Survey:
         return log
 
     def _take_in(self, log: RowLog) -> None:
-        """Read the state and the ids of all segments."""
+        """Read the state, the snapshots and the ids of all segments."""
         with log.reading() as txn:
             with self._noted():
                 self.state = log.state(txn)
@@ -149,7 +155,27 @@ class Survey:
                 if i % _AHEAD == 0:
                     ask_for_ids([ahead for _, ahead in found[i : i + _AHEAD]])
                 self._adopt(number, segment)
+            self._take_snapshots(log, txn, np.array([number for number, _ in found], np.int64))
             self._fill_indexes()
+
+    def _take_snapshots(self, log: RowLog, txn: Any, there: NDArray[np.int64]) -> None:
+        """Read the records of snapshots, and note those of which a segment is not `there`."""
+        for key, record in log.snapshot_records(txn):
+            try:
+                self.snapshots.append(log.unpack_snapshot(key, record))
+            except CorruptionError as error:
+                name = key[len(KEY) :].decode(errors="replace")
+                self.damages.append(Damage(DATA_NAME, str(error), snapshot=name))
+        self.snapshots = in_order(self.snapshots)
+        for snapshot in self.snapshots:
+            missing = np.setdiff1d(snapshot.segments, there)
+            if len(missing):
+                message = f"snapshot {snapshot.name!r} of {self.path} lacks {len(missing)} segments, {missing[0]} first"
+                self.damages.append(Damage(DATA_NAME, message, snapshot=snapshot.name))
+
+    def holders_of(self, number: int) -> list[str]:
+        """Names of the snapshots that hold a segment."""
+        return [one.name for one in self.snapshots if number in one.segments]
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

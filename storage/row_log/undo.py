@@ -58,7 +58,7 @@ def go_back(group: GroupRows, kept: NDArray[np.int64]) -> None:
     Requires: those are committed and whole, and nothing newer than them among them hides anything that counts.
     """
     lines = group.segments.lines
-    there = np.flatnonzero(lines[:, NUMBER])
+    there = group.segments.slots()  # by number, as opening does: of two copies of a row the later one counts
     stay = np.isin(lines[there, NUMBER], kept)
     staying, leaving = there[stay], there[~stay]
     rows = int((lines[leaving, COUNT] & 0xFFFFFFFF).sum())

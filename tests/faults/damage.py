@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterable, Sequence
@@ -54,11 +55,14 @@ class Flip:
 
 
 def spans(path: Path, live: Versions, where: str) -> list[Span]:
-    """The spans of a closed store's data file of one kind: rows (live ones), ids, headers, or pages (all of LMDB's)."""
+    """The spans of a closed store's data file of one kind: rows (live ones), ids, headers, segments (all of each), or
+    pages (all of LMDB's)."""
     data = (path / "data.mdb").read_bytes()
     segments = [(at, value) for value in _segments(path) for at in [_offset_of(data, value)]]
     if where == "pages":
         return list(_between(len(data), [(at, at + len(value)) for at, value in segments]))
+    if where == "segments":
+        return [Span(at, at + len(value)) for at, value in segments]
     keys = {version: key for key, version in live.items()}
     found: list[Span] = []
     rows: dict[Key, Span] = {}  # of a row that compaction has moved the copy counts, in the later segment
@@ -78,6 +82,17 @@ def _segments(path: Path) -> list[bytes]:
         segments = env.open_db(b"segments", create=False)
         with env.begin(segments) as txn:
             return [bytes(value) for _, value in txn.cursor()]
+
+
+def snapshot_records(path: Path) -> list[list[Span]]:
+    """Where the record of each snapshot lies: more than once, if pages that LMDB has copied still hold it."""
+    data = (path / "data.mdb").read_bytes()
+    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=4) as env:
+        states = env.open_db(b"states", create=False)
+        with env.begin(states) as txn:
+            records = [bytes(value) for key, value in txn.cursor() if bytes(key).startswith(b"snapshot:")]
+    every = [[found.start() for found in re.finditer(re.escape(record), data)] for record in records]
+    return [[Span(at, at + len(record)) for at in ats] for ats, record in zip(every, records, strict=True)]
 
 
 def _offset_of(data: bytes, value: bytes) -> int:
@@ -156,11 +171,11 @@ def _is_found(path: Path, live: Versions, note: bytes, flip: Flip) -> bool:
     if flip.opened:
         sizes = replace(sizes, compact_bytes_per_s=0)  # a row that was moved before the flip is not damaged by it
     else:
-        _flip(path / "data.mdb", flip)
+        flip_bit(path / "data.mdb", flip.offset, flip.bit)
     try:
         with LmdbStore(path, config=sizes, read_only=flip.read_only) as store:
             if flip.opened:
-                _flip(path / "data.mdb", flip)
+                flip_bit(path / "data.mdb", flip.offset, flip.bit)
             if flip.key is not None:
                 _check_row(store, live, flip)
                 return True
@@ -171,10 +186,11 @@ def _is_found(path: Path, live: Versions, note: bytes, flip: Flip) -> bool:
     return False
 
 
-def _flip(path: Path, flip: Flip) -> None:
+def flip_bit(path: Path, offset: int, bit: int) -> None:
+    """Flip one bit of a file."""
     with open(path, "r+b", buffering=0) as file:
-        byte = os.pread(file.fileno(), 1, flip.offset)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1 << flip.bit]), flip.offset)
+        byte = os.pread(file.fileno(), 1, offset)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
 
 
 def _check_row(store: LmdbStore, live: Versions, flip: Flip) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from storage import StoreConfig
 from tests.faults.oracle import Expected, Journal, Versions
-from tests.faults.victim import Child, Ended, call, config, inspect, write
+from tests.faults.victim import Child, Ended, call, config, inspect, inspect_snapshots, write
 
 WITHOUT_END = 1 << 40
 
@@ -69,7 +69,8 @@ class Lives:
         found, note, self.disk_bytes = call(inspect, self.path, self.durability)
         if read is not None:  # while another reader lives, LMDB shows readers the transaction before an unfinished one
             copy.deepcopy(self.expected).judge(read[0], read[1], self.durability)
-        self.expected.judge(found, note, self.durability)
+        snapshots = call(inspect_snapshots, self.path, self.durability, bool(self.expected.next_number % 3))
+        self.expected.judge(found, note, self.durability, snapshots)
         return found
 
     def live(self, operations: int) -> Ended:

@@ -12,6 +12,8 @@ Afterwards `Expected` works through the journal and judges what was found:
   that was begun.
 - durability "commit": what was acknowledged by a flush is there, and of each group what came later is there up to
   some event and not beyond it, for the log is in order (`Lost`).
+- Snapshots that were acknowledged are there and read back to the bit, dropped ones are not; of an operation that was
+  begun, all has happened or nothing.
 
 What was found is what the next run goes on from, so damage that one run did not show has all the later ones to do so.
 """
@@ -32,13 +34,27 @@ from storage.testing import EXTREME_IDS, schema_of
 
 Key: TypeAlias = tuple[int, int]  # position in TABLES, id
 Versions: TypeAlias = dict[Key, int]
+State: TypeAlias = tuple[Versions, bytes]  # rows and note
 
 TABLES: tuple[tuple[str, RowSchema], ...] = (("a", schema_of(8)), ("b", schema_of(8)), ("c", schema_of(3, 2)))
 GROUPS = (0, 0, 1)  # of each table: equal schemas are in one group
 IDS = np.concatenate([EXTREME_IDS, np.arange(10, 700)])
 CLOSE = "close"  # in the journal, instead of a number
 EVENTS = 1 << 12  # events that an operation may have
-COMPLETES = frozenset({"flush", "compact", "reopen"})  # operations that end in a complete state
+COMPLETES = frozenset({"flush", "compact", "reopen", "snapshot"})  # operations that end in a complete state
+KEEP_LAST = 3  # snapshots
+SNAPSHOTS = ("put", "snapshot", "put", "rollback", "delete", "snapshot", "put", "snapshot", "drop", "put", "compact")
+_KINDS = {
+    "put": 0.58,
+    "delete": 0.15,
+    "look": 0.06,
+    "flush": 0.07,
+    "compact": 0.04,
+    "reopen": 0.04,
+    "snapshot": 0.03,
+    "drop": 0.01,
+    "rollback": 0.02,
+}
 _MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
@@ -60,7 +76,7 @@ class Operation:
 
     Attributes:
         number: counts all operations on one store, over all its writers.
-        kind: put, delete, look, flush, compact or reopen.
+        kind: one of `_KINDS`.
         table: position in TABLES.
         ids: of the rows concerned; a put may name one twice.
     """
@@ -79,16 +95,21 @@ class Operation:
 def operation(seed: int, number: int, kinds: Sequence[str] | None = None) -> Operation:
     """The operation of that number in the workload of that seed."""
     rng = np.random.default_rng([seed, number])
-    if kinds is None:
-        kind = str(
-            rng.choice(["put", "delete", "look", "flush", "compact", "reopen"], p=[0.6, 0.15, 0.07, 0.1, 0.04, 0.04])
-        )
-    else:
-        kind = kinds[number % len(kinds)]
+    kind = str(rng.choice(list(_KINDS), p=list(_KINDS.values()))) if kinds is None else kinds[number % len(kinds)]
     count = int(rng.choice([1, 7, 60, 250]))
     first = int(rng.integers(len(IDS)))
     ids = np.roll(IDS, -first)[:count] if rng.random() < 0.5 else rng.choice(IDS, count)
     return Operation(number, kind, int(rng.integers(len(TABLES))), ids)
+
+
+def snapshots_after(op: Operation, names: Sequence[str]) -> list[str]:
+    """Names of the snapshots after an operation, oldest first; a rollback goes to the last of them, if there is one."""
+    at = op.number % len(names) if names else 0
+    if op.kind == "snapshot":
+        return [*names, f"s{op.number}"][-KEEP_LAST:]
+    if op.kind == "drop":
+        return [*names[:at], *names[at + 1 :]]
+    return list(names[: at + 1]) if op.kind == "rollback" else list(names)
 
 
 def rows_of(versions: NDArray[np.int64], table: int, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -185,6 +206,8 @@ class Expected:
         events: (key, version) of each row put or deleted (None) since, by group, in order.
         states: (events of each group, note) of each complete state begun since.
         unsure: whether an operation has failed since and part of it may have been done.
+        kept: rows and note of each snapshot, oldest first.
+        maybe: what `kept` may have become by an operation that was begun, and the rows and note that a rollback gives.
     """
 
     seed: int
@@ -195,6 +218,8 @@ class Expected:
     events: list[list[tuple[Key, int | None]]] = field(default_factory=lambda: [[], []])
     states: list[tuple[list[int], bytes]] = field(default_factory=list)
     unsure: bool = False
+    kept: dict[str, State] = field(default_factory=dict)
+    maybe: list[tuple[dict[str, State], State | None]] = field(default_factory=list)
 
     def follow(self, lines: Iterable[list[str]]) -> None:
         """Take in what a writer said before it died.
@@ -214,16 +239,32 @@ class Expected:
                 self._begin(done)
             elif what == "f":
                 self.unsure = True
-            elif done is None or done.kind in COMPLETES:
-                self.base, self.note = self.newest(), self.states[-1][1]
+            else:
+                self._end(done)
+
+    def _end(self, done: Operation | None) -> None:
+        """It was acknowledged."""
+        if self.maybe:
+            self.kept, back = self.maybe[-1]
+            if back is not None:
+                self.base, self.note = dict(back[0]), back[1]
                 self._forget()
+        self.maybe = []
+        if done is None or done.kind in COMPLETES:
+            self.base, self.note = self.newest(), self.states[-1][1]
+            self._forget()
 
     def _begin(self, op: Operation | None) -> None:
         if op is None or op.kind in COMPLETES:
             kept = self.states[-1][1] if self.states else self.note
-            note = note_of(op.number) if op is not None and op.kind == "flush" else kept
+            note = note_of(op.number) if op is not None and op.kind in ("flush", "snapshot") else kept
             self.states.append(([len(events) for events in self.events], note))
-        elif op.kind in ("put", "delete"):
+        if op is not None and op.kind in ("snapshot", "drop", "rollback"):
+            names = snapshots_after(op, list(self.kept))
+            known = self.kept | {f"s{op.number}": (self.newest(), note_of(op.number))}
+            goes_back = op.kind == "rollback" and names
+            self.maybe.append(({name: known[name] for name in names}, known[names[-1]] if goes_back else None))
+        if op is not None and op.kind in ("put", "delete"):
             versions = op.versions.tolist() if op.kind == "put" else [None] * len(op.ids)
             keys = [(op.table, id) for id in op.ids.tolist()]
             self.events[GROUPS[op.table]].extend(zip(keys, versions, strict=True))
@@ -245,18 +286,43 @@ class Expected:
                     rows[key] = version
         return rows
 
-    def judge(self, found: Versions, note: bytes, durability: str) -> None:
+    def judge(self, found: Versions, note: bytes, durability: str, snapshots: dict[str, State] | None = None) -> None:
         """Decide whether what was found is allowed, and go on from there.
+
+        Args:
+            snapshots: their rows and notes, oldest first; None = nobody looked.
 
         Raises:
             Lost: it is not.
         """
+        back = self._judge_snapshots(snapshots, found, note)
+        if back:
+            self.base, self.note = found, note
+            self._forget()
+            return
         if durability == "snapshot":
             self._judge_state(found, note)
         else:
             self._judge_rows(found, note)
         self.base, self.note = found, note
         self._forget()
+
+    def _judge_snapshots(self, seen: dict[str, State] | None, found: Versions, note: bytes) -> bool:
+        """Snapshots are those before or after what was begun; whether it was a rollback that has happened."""
+        ways: list[tuple[dict[str, State], State | None]] = [(self.kept, None), *self.maybe]
+        fitting = [(kept, back) for kept, back in ways if seen is None or list(kept) == list(seen)]
+        if not fitting:
+            raise Lost(f"snapshots {list(seen or ())}, expected {' or '.join(str(list(kept)) for kept, _ in ways)}")
+        for name, (rows, text) in fitting[-1][0].items() if seen is not None else ():
+            if seen[name] != (rows, text):
+                raise Lost(f"snapshot {name}: {difference(seen[name][0], rows)}; note {seen[name][1]!r}, not {text!r}")
+        if seen is not None:
+            self.kept = fitting[-1][0]
+        self.maybe = []
+        backs = [back for _, back in fitting if back is not None]
+        if all(back is not None for _, back in fitting) and (found, note) not in backs:
+            raise Lost(f"later snapshots are gone by a rollback, and the rows are not what it gives: note {note!r}")
+        return (found, note) in backs
 
     def _judge_state(self, found: Versions, note: bytes) -> None:
         nothing = [0] * len(self.events)

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage import CorruptSegmentError, NotAStoreError, StoreMissingError
-from tests.faults.damage import cut_short, flip_all, refusal, some_flips, spans
+from storage import CorruptSegmentError, NotAStoreError, StorageError, StoreMissingError
+from tests.faults.damage import cut_short, flip_all, flip_bit, refusal, snapshot_records, some_flips, spans
 from tests.faults.lives import Lives
-from tests.faults.oracle import Versions
+from tests.faults.oracle import SNAPSHOTS, Undetected, Versions
 from tests.faults.tally import TALLY
-from tests.faults.victim import call
+from tests.faults.victim import call, inspect_snapshots
 
 Closed = tuple[Path, Versions, bytes]
 
@@ -42,6 +42,36 @@ def test_every_flipped_bit_is_found(closed: Closed, round: int, request: pytest.
         TALLY["flips"] += len(flips)
         assert found == len(flips) or where != "rows"
         assert found > len(flips) // 4 or where == "pages", "the flips are not where they should be"
+
+
+@pytest.mark.rounds(1, 8)
+def test_a_flipped_bit_in_what_a_snapshot_needs_is_found(tmp_path: Path, round: int) -> None:
+    """Anywhere in a record, always; in a segment by an error or by nobody, if every snapshot reads as it was."""
+    lives, rng = Lives(tmp_path, "commit", seed=600 + round, kinds=SNAPSHOTS), np.random.default_rng([7, round])
+    assert lives.live(4 * len(SNAPSHOTS)).error is None
+    lives.judge()
+    kept, copy = lives.expected.kept, tmp_path / "flipped"
+    assert len(kept) >= 2
+    records, segments = snapshot_records(lives.path), [[span] for span in spans(lives.path, {}, "segments")]
+    for number in range(24):
+        in_record = bool(number % 2)
+        among = records if in_record else segments
+        places = among[int(rng.integers(len(among)))]
+        offset, bit = int(rng.integers(places[0].last - places[0].first)), int(rng.integers(8))
+        shutil.copytree(lives.path, copy)
+        for place in places:
+            flip_bit(copy / "data.mdb", place.first + offset, bit)
+        TALLY["flips"] += 1
+        seen: object = None
+        try:
+            seen = call(inspect_snapshots, copy, "commit", bool(number % 4 > 1))
+        except StorageError as error:
+            seen = error
+        if in_record:
+            assert isinstance(seen, CorruptSegmentError) and "snapshot 's" in str(seen)
+        elif not isinstance(seen, StorageError) and seen != kept:
+            raise Undetected(f"a view of a store with bit {bit} of {places[0]} + {offset} flipped gave other rows")
+        shutil.rmtree(copy)
 
 
 def test_a_file_cut_short_is_an_error(closed: Closed) -> None:

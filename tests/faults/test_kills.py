@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.faults.lives import Lives
+from tests.faults.oracle import SNAPSHOTS, operation
 from tests.faults.tally import TALLY
 from tests.faults.victim import CHANGES, Strace
 
@@ -56,6 +57,30 @@ def test_a_kill_at_the_nth_system_call_loses_nothing(
         lives.judge()
         assert lives.disk_bytes < DISK_BOUND_BYTES
     assert lives.expected.next_number > 15
+
+
+@DURABILITIES
+@pytest.mark.rounds(2, 20)
+def test_a_kill_in_the_middle_of_a_snapshot_does_all_of_it_or_nothing(
+    tmp_path: Path, durability: str, round: int, require_tool: Callable[[str], str]
+) -> None:
+    """Snapshots, drops and rollbacks one after the other, with puts and deletes in between."""
+    require_tool("strace")
+    lives = Lives(tmp_path, durability, seed=200 + round, kinds=SNAPSHOTS)
+    assert lives.live(len(SNAPSHOTS)).error is None
+    lives.judge()
+    rng, done = np.random.default_rng([3, round]), set()
+    for _ in range(12):
+        writer = lives.born()
+        strace = Strace(writer.pid, lives.path, CHANGES, f"signal=KILL:when={int(rng.integers(1, 40))}")
+        writer.talk.send("go")
+        assert writer.end().signal == 9
+        strace.end()
+        TALLY["kills"] += 1
+        begun = [words[1] for words in lives.said() if words[0] == "b"]
+        done.add(operation(lives.expected.seed, int(begun[-1]), SNAPSHOTS).kind if begun else "open")
+        lives.judge()
+    assert done & {"snapshot", "drop", "rollback"}, "none of them was cut short"
 
 
 @DURABILITIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -142,3 +143,32 @@ def test_a_journal_is_there_line_by_line(tmp_path: Path) -> None:
     journal.note("f", 1, "StoreFullError")
     assert Journal.read(tmp_path / "journal")[1:] == [["f", "1", "StoreFullError"]]
     assert Journal.read(tmp_path / "none") == []
+
+
+class TestSnapshots:
+    """Operation 0 puts, 1 keeps, 2 puts, 3 is what the case says."""
+
+    @pytest.mark.parametrize("durability", ["commit", "snapshot"])
+    def test_one_that_was_acknowledged_must_be_there_and_whole(self, durability: str) -> None:
+        kinds = ("put", "snapshot", "flush", "look")
+        expected = after(Expected(1, kinds), *done(*range(4)))
+        rows, note = expected.newest(), note_of(2)
+        kept = {"s1": (rows, note_of(1))}
+        copy.deepcopy(expected).judge(rows, note, durability, kept)
+        for wrong in ({}, {"s1": ({}, note_of(1))}, {"s1": (rows, b"")}, kept | {"s2": (rows, note)}):
+            with pytest.raises(Lost, match="snapshot"):
+                copy.deepcopy(expected).judge(rows, note, durability, wrong)
+
+    @pytest.mark.parametrize("durability", ["commit", "snapshot"])
+    def test_a_rollback_that_was_begun_has_happened_or_not(self, durability: str) -> None:
+        kinds = ("put", "snapshot", "put", "snapshot", "rollback")  # number 4 of two names: to the first
+        expected = after(Expected(1, kinds), *done(*range(4)), "b 4")
+        first, both = {"s1": expected.kept["s1"]}, dict(expected.kept)
+        assert first["s1"][0] != expected.newest()
+        for rows, note, kept in ((*first["s1"], first), (*both["s3"], both)):
+            one = copy.deepcopy(expected)
+            one.judge(rows, note, durability, kept)
+            assert (one.kept, one.base) == (kept, rows)
+        for rows, note, kept in ((*first["s1"], both), (*both["s3"], first)):
+            with pytest.raises(Lost):
+                copy.deepcopy(expected).judge(rows, note, durability, kept)

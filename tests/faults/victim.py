@@ -32,6 +32,7 @@ from storage import LmdbStore, RowIds, StorageError, StoreConfig, StoreFullError
 from tests.faults.oracle import (
     CLOSE,
     IDS,
+    KEEP_LAST,
     Crashed,
     Expected,
     Journal,
@@ -45,6 +46,7 @@ from tests.faults.oracle import (
     read_all,
     read_ids,
     rows_of,
+    snapshots_after,
 )
 
 CHANGES = "pwrite64,writev,pwritev,write,fdatasync,fsync,rename,ftruncate,fallocate,mkdir,unlink"
@@ -231,6 +233,7 @@ class _Writer:
         self._arguments: dict[str, Any] = {"durability": durability, "config": sizes}
         self._path, self._expected, self._said = path, expected, said
         self.rows = dict(expected.base)
+        self.kept = dict(expected.kept)
 
     def open(self) -> None:
         self.store = LmdbStore(self._path, **self._arguments)
@@ -268,6 +271,31 @@ class _Writer:
     def _flush(self, op: Any) -> None:
         self.store.flush(note_of(op.number))
 
+    def _snapshot(self, op: Any) -> None:
+        names = snapshots_after(op, list(self.kept))
+        for name in list(self.kept)[:1]:
+            with self.store.at(name) as view:
+                if read_all(view) != self.kept[name][0]:
+                    raise Lost(f"snapshot {name}: {difference(read_all(view), self.kept[name][0])}")
+        self.store.snapshot(f"s{op.number}", note_of(op.number), keep_last=KEEP_LAST)
+        self.kept[f"s{op.number}"] = (dict(self.rows), note_of(op.number))
+        self.kept = {name: self.kept[name] for name in names}
+
+    def _drop(self, op: Any) -> None:
+        names = snapshots_after(op, list(self.kept))
+        for name in [name for name in self.kept if name not in names]:
+            self.store.drop_snapshot(name)
+            del self.kept[name]
+
+    def _rollback(self, op: Any) -> None:
+        names = snapshots_after(op, list(self.kept))
+        if names:
+            self.store.rollback(names[-1], drop_later=True)
+            self.kept = {name: self.kept[name] for name in names}
+            self.rows = dict(self.kept[names[-1]][0])
+            if read_all(self.store) != self.rows:
+                raise Lost(f"after going back: {difference(read_all(self.store), self.rows)}")
+
     def _compact(self, op: Any) -> None:
         self.store.compact()
 
@@ -286,6 +314,18 @@ def inspect(talk: Connection, path: Path, durability: str, read_only: bool = Fal
         except StoreMissingError:  # the writer died before it had made them
             return {}, store.note, store.stats().disk_bytes
         return read_all(store), store.note, store.stats().disk_bytes
+
+
+def inspect_snapshots(
+    talk: Connection, path: Path, durability: str, read_only: bool = False
+) -> dict[str, tuple[Versions, bytes]]:
+    """Rows and notes of all snapshots of a store."""
+    with LmdbStore(path, durability=durability, config=config(), read_only=read_only) as store:  # type: ignore[arg-type]
+        found = {}
+        for one in store.snapshots():
+            with store.at(one.name) as view:
+                found[one.name] = (read_all(view), view.note)
+        return found
 
 
 # ---- strace
@@ -322,8 +362,14 @@ def warm_up() -> None:
             versions = number * 1000 + np.arange(len(IDS))
             store.put(RowIds.of(tables[table], IDS), rows_of(versions, table, IDS))
             store.delete(RowIds.of(tables[table], IDS[number::40]))
-        store.flush()
+        store.snapshot("a")
+        store.put(RowIds.of(tables[0], IDS), rows_of(np.arange(len(IDS)), 0, IDS))
         store.compact()
+        store.snapshot("b")
+        with store.at("a") as view:
+            read_all(view)
+        store.rollback("a", drop_later=True)
+        store.drop_snapshot("a")
         read_all(store)
     for read_only in (False, True):
         with LmdbStore(directory / "s", config=config(), read_only=read_only) as store:

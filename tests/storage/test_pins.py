@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import Event, Thread
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage.row_log.lock import StoreLock
 from storage.row_log.pins import Pins
 
 
@@ -57,3 +59,34 @@ def test_any_order_of_coming_and_going(steps: list[int]) -> None:
     for generation in readers.values():
         pins.leave(generation)
     assert gone == list(range(retired))
+
+
+def test_who_wants_quiet_is_not_kept_waiting_by_those_who_come_later() -> None:
+    """A thread that is inside may enter again, or it would wait for itself."""
+    lock, pins, seen = StoreLock(), Pins(), []
+    inside = Event()
+
+    def change() -> None:
+        with lock, pins.quiet(lock):
+            seen.append((pins.held, pins.may_enter))
+
+    with lock:
+        pin = pins.enter()
+        thread = Thread(target=change)
+        thread.start()
+        while not pins._quieted:
+            lock.wait(0.001)
+        assert pins.may_enter, "this thread is inside"
+        other = Thread(target=lambda: (seen.append(pins.may_enter), inside.set()))
+        other.start()
+        other.join()
+        assert inside.is_set() and seen == [False]
+        again = pins.enter()
+        pins.leave(pin)
+        assert pins.may_enter
+        pins.leave(again)
+        assert not pins.may_enter
+        lock.notify_all()
+    thread.join()
+    assert seen == [False, (False, False)]
+    assert pins.may_enter

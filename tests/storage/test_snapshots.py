@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from storage import LmdbStore, RowIds, RowSchema, StoreConfig, StoreConfigError, TableRef
+from storage.row_log import compaction
 from storage.row_log.places import COUNT, LIVE, NUMBER
 from storage.schema import Column
 from storage.snapshot import SnapshotView
@@ -89,6 +91,9 @@ class Snapshots(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="snapshots"))
+        self.patched = pytest.MonkeyPatch()  # so that small stores are compacted by themselves, tombstones too
+        for name, least in (("_LEAST_SEGMENTS", 1), ("_LEAST_TOMBSTONES", 8), ("_GAPS", 0.0)):
+            self.patched.setattr(compaction, name, least)
         self.tables: list[TableRef] = []
         self.now = Kept({}, b"", {})
         self.flushed = Kept({}, b"", {})
@@ -132,7 +137,9 @@ class Snapshots(RuleBasedStateMachine):
         rows, row_bytes = self._rows(which, ids)
         self.calls += 1
         data = np.random.default_rng(self.calls).integers(0, 256, (len(rows), row_bytes), dtype=np.uint8)
+        bound = self.store.memory_after(len(rows))
         self.store.put(rows, data)
+        assert self.store.stats().memory_bytes <= bound
         for row, content in zip(named(rows), data, strict=True):
             self.now.rows[(rows.group, *row)] = content.tobytes()
             self.now.changed[(rows.group, *row)] = self.calls
@@ -159,19 +166,6 @@ class Snapshots(RuleBasedStateMachine):
     def compact(self) -> None:
         self.store.compact()
         self._remember(None)
-
-    @rule()
-    def sweep(self) -> None:
-        """As maintenance would by itself in a store with more tombstones."""
-        self.store.flush()
-        self._remember(None)
-        writer = self.store._session.writer
-        assert writer is not None
-        with self.store._session.lock:  # which the thread waits for, so that nothing else moves
-            compactor = writer.compactor
-        for _ in compactor._sweeping(writer.state.epoch):
-            pass
-        compactor._commit_moved()
 
     @rule(name=NAMES, note=st.none() | st.binary(max_size=5), keep_last=st.none() | st.integers(1, 4), drop=SOME)
     def snapshot(self, name: str, note: bytes | None, keep_last: int | None, drop: list[str]) -> None:
@@ -321,6 +315,7 @@ class Snapshots(RuleBasedStateMachine):
     def teardown(self) -> None:
         self._close_views()
         self.store.close()
+        self.patched.undo()
         shutil.rmtree(self.directory)
 
 

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -31,6 +32,7 @@ from storage.describe import Moment
 from storage.row_log import survey as survey_module
 from storage.row_log.log import RowLog
 from storage.row_log.segment import HEADER_BYTES
+from storage.testing import schema_of
 
 SCHEMA = RowSchema((Column("weight", "uint8", 60),))
 OTHER = RowSchema((Column("weight", "float32", 4), Column("sum", "float32", 1)))
@@ -311,3 +313,35 @@ def test_beside_a_writer_what_was_committed_is_verified(path: Path, monkeypatch:
     assert 0 < report.segments < segments  # the others were deleted meanwhile
     writer.join(60)
     assert writer.exitcode == 0
+
+
+class TestSnapshots:
+    def test_a_segment_that_only_a_snapshot_needs_and_that_is_gone_is_named(self, tmp_path: Path) -> None:
+        with LmdbStore(tmp_path / "s", durability="snapshot") as store:
+            table = store.open_table("t", schema_of(8))
+            for byte in (1, 2):
+                store.put(RowIds.of(table, np.arange(500)), np.full((500, 32), byte, np.uint8))
+                store.snapshot(f"number {byte}")
+        assert verify_store(tmp_path / "s").good
+        with lmdb.open(str(tmp_path / "s"), max_dbs=4) as env, env.begin(write=True) as txn:
+            txn.delete((1).to_bytes(8, "big"), db=env.open_db(b"segments", txn=txn))
+        report = verify_store(tmp_path / "s")
+        assert [damage.snapshot for damage in report.damages] == ["number 1"]
+        assert (
+            "snapshot 'number 1'" in report.damages[0].message
+            and "lacks 1 segments, 1 first" in report.damages[0].message
+        )
+        assert report.unread_segments == 0
+
+    def test_a_damaged_row_that_only_a_snapshot_has_says_so(self, tmp_path: Path) -> None:
+        with LmdbStore(tmp_path / "s", durability="snapshot") as store:
+            table = store.open_table("t", schema_of(8))
+            for byte in (1, 2):
+                store.put(RowIds.of(table, np.arange(50)), np.full((50, 32), byte, np.uint8))
+                store.snapshot(f"number {byte}")
+        data = bytearray((tmp_path / "s" / "data.mdb").read_bytes())
+        data[data.index(bytes([1] * 32)) + 3] ^= 1
+        (tmp_path / "s" / "data.mdb").write_bytes(data)
+        (damage,) = verify_store(tmp_path / "s").damages
+        assert damage.message.startswith("superseded row with id 0")
+        assert damage.message.endswith("which snapshot 'number 1' holds)") and damage.live is False

@@ -282,3 +282,117 @@ def test_a_full_disk_is_one_line(path: Path) -> None:
     result = run("info", path, "--json", "/dev/full")
     assert result.exit_code == 2
     assert result.stderr == "tiered-emb: /dev/full cannot be written: No space left on device\n"
+
+
+class TestSnapshots:
+    @pytest.fixture
+    def kept(self, path: Path) -> Path:
+        """Snapshots "first" of 5,000 rows and "[second]", 200 rows of which differ and 7 are gone."""
+        with LmdbStore(path, config=StoreConfig(segment_bytes=1 << 14)) as store:
+            ads = store.open_table("ads", SCHEMA)
+            store.snapshot("first", b"note")
+            store.put(RowIds.of(ads, np.arange(200)), _rows(2)[:200])
+            store.delete(RowIds.of(ads, np.arange(1000, 1007)))
+            store.snapshot("[second]")
+        return path
+
+    def test_are_made_listed_and_dropped(self, path: Path) -> None:
+        assert "no snapshots" in run("list", path).stdout
+        made = run("snapshot", path, "one")
+        assert (made.exit_code, made.stdout) == (0, f"{path}: snapshot 'one' of 5,000 rows\n")
+        as_json = run("snapshot", path, "two", "--json")
+        assert json.loads(as_json.stdout)["rows"] == ROWS and "snapshot 'two'" in as_json.stderr
+        run("snapshot", path, "three", "--keep-last", 2)
+        listed = json.loads(run("list", path, "--json").stdout)["snapshots"]
+        assert [(one["name"], one["rows"], one["only_bytes"]) for one in listed] == [
+            ("two", ROWS, 0),
+            ("three", ROWS, 0),
+        ]
+        assert "156.2 KiB" in run("list", path).stdout
+        gone = run("drop", path, "two", "--json")
+        assert json.loads(gone.stdout) == {"dropped": "two", "left": ["three"]}
+
+    def test_info_shows_what_only_they_hold(self, kept: Path) -> None:
+        with LmdbStore(kept) as store:
+            ads = store.open_table("ads", SCHEMA)
+            for seed in (3, 4):
+                store.put(RowIds.of(ads, np.arange(ROWS)), _rows(seed))
+                store.flush()
+        described = describe_store(kept)
+        assert [one.name for one in described.snapshots] == ["first", "[second]"]
+        first, second = described.snapshots
+        assert first.only_bytes == 0, "the second one holds every segment of it too"
+        assert 0 < second.only_bytes < second.bytes
+        text = run("info", kept).stdout
+        assert "first" in text and "[second]" in text and "only it holds" in text
+        before = described.snapshots[1].only_bytes
+        assert run("drop", kept, "first").exit_code == 0
+        assert describe_store(kept).snapshots[0].only_bytes > before
+
+    def test_are_compared(self, kept: Path) -> None:
+        result = run("diff", kept, "first", "[second]", "--json")
+        assert json.loads(result.stdout) == {"tables": {"ads": {"put": 200, "deleted": 7}}}
+        assert "[second]" in result.stderr
+        with_ids = json.loads(run("diff", kept, "first", "[second]", "--json", "--ids").stdout)["ids"]["ads"]
+        assert (sorted(with_ids["put"]), sorted(with_ids["deleted"])) == (list(range(200)), list(range(1000, 1007)))
+        lines = run("diff", kept, "first", "[second]", "--ids").stdout.splitlines()
+        assert len(lines) == 207 and "ads\t1003\tdeleted" in lines
+        assert "no row differs" in run("diff", kept, "first", "first").stdout
+        assert run("diff", kept, "[second]", "first").exit_code == 1
+
+    def test_going_back_asks_and_does_nothing_unless_told_to(self, kept: Path) -> None:
+        def rows() -> int:
+            with LmdbStore(kept, read_only=True) as store:
+                return store.stats().rows
+
+        said_no = CliRunner().invoke(main, ["store", "rollback", str(kept), "first", "--drop-later"], input="n\n")
+        assert said_no.exit_code == 1
+        assert "takes every change since and drops 1 newer snapshots. Go on?" in said_no.stderr
+        refused = run("rollback", kept, "first", "--yes")
+        assert refused.exit_code == 1 and "has snapshots newer than 'first'" in refused.stderr
+        assert rows() == ROWS - 7
+        done = run("rollback", kept, "first", "--drop-later", "--yes", "--json")
+        assert json.loads(done.stdout) == {"name": "first", "rows": ROWS, "dropped": ["[second]"]}
+        assert rows() == ROWS
+        with LmdbStore(kept) as store:
+            assert store.note == b"note"
+        said_yes = CliRunner().invoke(main, ["store", "rollback", str(kept), "first"], input="y\n")
+        assert said_yes.exit_code == 0
+
+    @pytest.mark.parametrize("command", [("snapshot", "x"), ("drop", "first")])
+    def test_rows_that_a_crash_has_left_are_asked_about(self, kept: Path, command: tuple[str, str]) -> None:
+        store = LmdbStore(kept, config=StoreConfig(segment_bytes=1 << 14, write_buffer_bytes=1 << 15))
+        ads = store.open_table("ads", SCHEMA)
+        store.put(RowIds.of(ads, np.arange(ROWS)), _rows(9))
+        store.put(RowIds.of(ads, np.arange(ROWS)), _rows(9))
+        store.abandon()
+        refused = run(command[0], kept, command[1])
+        assert refused.exit_code == 1 and "say --later keep or --later discard" in refused.stderr
+        assert run(command[0], kept, command[1], "--later", "discard").exit_code == 0
+        with LmdbStore(kept, durability="snapshot") as store:
+            assert store.stats().rows == ROWS - 7
+
+    @pytest.mark.parametrize("command", [["drop", "none"], ["rollback", "none", "--yes"], ["diff", "first", "none"]])
+    def test_one_that_is_not_there_is_one_line(self, kept: Path, command: list[str]) -> None:
+        result = run(command[0], kept, *command[1:])
+        assert result.exit_code == 1
+        assert "has no snapshot 'none'; the newest there are: 'first', '[second]'" in result.stderr
+        assert "Traceback" not in result.output
+
+    @pytest.mark.parametrize("name", ["", "a\nb", "first"])
+    def test_a_name_that_none_may_have_is_one_line(self, kept: Path, name: str) -> None:
+        result = run("snapshot", kept, name)
+        assert result.exit_code == 1 and "Traceback" not in result.output and result.stderr.count("\n") == 1
+
+    def test_damage_names_them(self, kept: Path) -> None:
+        data = bytearray((kept / "data.mdb").read_bytes())
+        at = -1
+        while (at := data.find(b"TESNAPS\0", at + 1)) >= 0:
+            data[at + 30] ^= 1
+        (kept / "data.mdb").write_bytes(data)
+        result = run("verify", kept)
+        assert result.exit_code == 1
+        assert "snapshot first: the record of snapshot 'first'" in result.stdout
+        assert "snapshot [second]: the record of snapshot '[second]'" in result.stdout
+        assert describe_store(kept).snapshots == ()
+        assert run("list", kept).stdout.count("DAMAGED") == 2
