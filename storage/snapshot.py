@@ -165,6 +165,16 @@ class SnapshotView:
                 )
             return TableRef(name, group, number, schema)
 
+    def tables(self) -> list[TableRef]:
+        """All tables there are, by name; those that are younger than the snapshot have no rows in it."""
+        with self._reading():
+            manifest = self._session.manifest
+            return [
+                TableRef(name, group, number, manifest.groups[group])
+                for name, (number, group) in sorted(manifest.tables.items())
+                if group < len(self._groups)
+            ]
+
     def get(self, rows: RowIds, out: RowBytes, found: Mask) -> None:
         """See `Store.get`."""
         with self._reading():

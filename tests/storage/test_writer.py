@@ -442,7 +442,7 @@ def test_a_budget_does_not_keep_compaction_from_coming_after_flushes(tmp_path: P
 
 
 def test_what_is_wanted_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds follow each other before the thread that waits wakes up: a snapshot dropped twice ended the writer."""
+    """Rounds that follow each other before who waits wakes up: a snapshot dropped twice ended the writer."""
     with LmdbStore(tmp_path / "s") as store:
         writer = store._session.writer
         assert writer is not None
