@@ -133,8 +133,8 @@ class Manifest:
         stored = data.pop("checksum", None)
         if stored != _checksum(data):
             raise CheckpointError(
-                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}; put it back from a "
-                f"copy, or remove {where.parent}"
+                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}; put it back from "
+                f"a copy, or remove {where.parent}"
             )
         modules = {name: _entry(ModuleEntry, one, tables=TableEntry) for name, one in data["modules"].items()}
         stores = [_entry(StoreEntry, one, tiers=TierEntry) for one in data["stores"]]
