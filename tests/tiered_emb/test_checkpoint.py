@@ -390,6 +390,8 @@ def test_a_second_save_without_a_step_writes_no_row(tmp_path: Path) -> None:
     run.step(torch.tensor([[1, 2]]))
     run.save(tmp_path / "saves")
     assert run.model.users.stats().store.rows_written == written + 3  # users 1 and 2, item 0
+    run.load(tmp_path / "saves", "step-6")
+    assert run.model.users.stats().store.rows_written == written + 3
     run.model.close()
 
 
