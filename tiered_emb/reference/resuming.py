@@ -1,8 +1,9 @@
 """Checkpoints of the main job: when one is made, what is in it beside the model, and how a run goes on from one.
 
-A checkpoint is made every so many steps, at the last one, and where Ctrl-C stops a run. `KEPT` of them stay. A run that
-resumes goes back to the newest: rows that were evicted, and steps that were taken since, are gone. It must have the
-options that decide the numbers; budgets, policies, lookahead and more epochs are free.
+A checkpoint is made every so many steps, beside the steps that follow, and at the last one, and where Ctrl-C stops a
+run. `KEPT` of them stay. A run that resumes goes back to the newest: rows that were evicted, and steps that were taken
+since, are gone. It must have the options that decide the numbers; budgets, policies, lookahead and more epochs are
+free.
 
 While a run goes on its directory of checkpoints holds a file `running`. One that is there when a run resumes tells that
 the last one was killed.
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import nn
 
-from tiered_emb.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from tiered_emb.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from tiered_emb.checkpoint_pending import PendingCheckpoint
 from tiered_emb.errors import ConfigError
 from tiered_emb.module import TieredEmbeddingBagCollection
 from tiered_emb.reference.settings import Settings
@@ -68,6 +70,7 @@ class Resuming:
         self._optimizer: torch.optim.Optimizer | None = None
         self._saved_at = -1  # step of the newest checkpoint of this run
         self._was_killed = False
+        self._pending: PendingCheckpoint[Checkpoint] | None = None
         self._data = settings.data if settings.data in ("synthetic", "movielens") else "a file"
         self._samples = stream.samples(Part.TRAIN)
 
@@ -155,14 +158,17 @@ class Resuming:
         """Save a checkpoint behind every so many steps."""
         every = self._settings.checkpoint_every
         if every is not None and len(trained.losses) % every == 0:
-            self._save(trained)
+            self._save(trained, background=True)
 
     def save_last(self, trained: Trained) -> None:
         """Save a checkpoint of where the run ends, if there is none yet."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
         if self._settings.checkpoint_every is not None and len(trained.losses) > max(0, self._saved_at):
-            self._save(trained)
+            self._save(trained, background=False)
 
-    def _save(self, trained: Trained) -> None:
+    def _save(self, trained: Trained, *, background: bool) -> None:
         if self._model is None or self._path is None:  # it was stopped before it began
             return
         extra = {
@@ -171,7 +177,12 @@ class Resuming:
             "seconds": trained.seconds,
             "options": self._options(),
         }
-        save_checkpoint(self._path, self._model, self._optimizer, extra=extra, keep_last=KEPT)
+        if background:  # beside the steps that follow; the next one waits for it, and tells if it failed
+            self._pending = save_checkpoint(
+                self._path, self._model, self._optimizer, extra=extra, keep_last=KEPT, background=True
+            )
+        else:
+            save_checkpoint(self._path, self._model, self._optimizer, extra=extra, keep_last=KEPT)
         self._saved_at = len(trained.losses)
 
 
