@@ -226,6 +226,8 @@ main()
     assert found == whole, seed
     done_before = 4 * (first // 4)
     at = done_before + 4 * (second // 4) if done_before else 4 * (second // 4)
-    line = f"resuming at step {at}\n" if at else "starting at step 0\n"
-    assert line in said, (seed, first, second, said)
-    assert not at or "the last run was killed, and what it did after its last checkpoint is lost" in said
+    # each kill may have caught the newest checkpoint on its way
+    lines = {step: f"resuming at step {step}\n" if step else "starting at step 0\n" for step in (at, at - 4, at - 8)}
+    resumed = [step for step, line in lines.items() if line in said]
+    assert len(resumed) == 1, (seed, first, second, said)
+    assert not resumed[0] or "the last run was killed, and what it did after its last checkpoint is lost" in said
