@@ -33,6 +33,7 @@ QUESTION = "snapshots, checkpoints beside training, going back, resuming after k
 EXPONENT = 1.05
 _SHARE = 0.01
 _WARM_ROWS = 100_000
+_WARM_TURNS = 3
 _KILL_EVERY = 10  # steps from one checkpoint to the next of runs that are killed
 _LINES = (
     ("snapshot: first, all rows put", "first_snapshot_s", "s"),
@@ -57,8 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--rows", int, 10_000, 10_000_000, "rows of the store whose snapshots are timed"),
         ("--dim", int, 1, 64, "floats a row"),
         ("--snapshot-rounds", int, 1, 3, "snapshots of changed rows, and ways back"),
-        ("--train-rows", int, 10_000, 4_000_000, "rows of the tables that are trained"),
-        ("--share", float, 0.01, 0.2, "share of their bytes that an engine may hold"),
+        ("--train-rows", int, 10_000, 1_000_000, "rows of the tables that are trained"),
+        ("--share", float, 0.01, 0.25, "share of their bytes that an engine may hold"),
         ("--samples", int, 1, 2048, "samples a batch"),
         ("--features", int, 1, 26, "ids a sample"),
         ("--every", int, 1, 50, "steps from one checkpoint to the next"),
@@ -110,7 +111,7 @@ def _training(directory: Path, options: argparse.Namespace) -> dict[str, Figure]
     sides = [Trainer(_made(directory / name), size, law, saves=saves) for name, saves in (("off", False), ("on", True))]
     turns: list[list[float]] = [[], []]
     for side in sides:
-        side.run(steps)
+        side.run(_WARM_TURNS * steps)  # then compaction is at work
         side.step_s.clear()
     for number in range(options.turns):
         for at in (0, 1) if number % 2 == 0 else (1, 0):

@@ -49,18 +49,26 @@ def killed_runs(directory: Path, runs: int, samples: int, every: int) -> Kills:
     start = time.perf_counter()
     expected = _finished(_started(data, directory / "whole", every))
     whole_s = time.perf_counter() - start
-    for number in range(runs):
-        store = directory / f"run-{number}"
+    while found.kills < runs:
+        store = directory / f"run-{found.kills}"
         process = _started(data, store, every)
-        _kill_after(process, moment.uniform(0.3, 1.0) * whole_s)
-        found.kills += process.returncode < 0
+        _kill_after(process, moment.uniform(0.2, 1.0) * whole_s)
+        if process.returncode >= 0:  # it was done before; its time is what the next moments are drawn from
+            whole_s *= 0.95
+            _remove(directory, store)
+            continue
+        found.kills += 1
         report = _finished(_started(data, store, every))
         found.resumed += bool(report)
         found.identical += report == expected and all(expected.values())
-        for left in directory.glob(f"{store.name}*"):
-            shutil.rmtree(left)
-        print(f"  killed {found.kills}, identical {found.identical} of {number + 1}", end="\r", file=sys.stderr)
+        _remove(directory, store)
+        print(f"  {found.identical} of {found.kills} identical", end="\r", file=sys.stderr)
     return found
+
+
+def _remove(directory: Path, store: Path) -> None:
+    for left in directory.glob(f"{store.name}*"):
+        shutil.rmtree(left)
 
 
 def _started(data: Path, store: Path, every: int) -> subprocess.Popen[str]:

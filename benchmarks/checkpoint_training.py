@@ -2,7 +2,11 @@
 their own, in turns.
 
 A step is a forward and a backward pass of a small click model over pooled rows, and Adam for its dense part. Every
-step is timed by itself; a turn with checkpoints ends when the last of them is complete.
+step is timed by itself; a turn with checkpoints has them in the middle of each so many steps, and ends when the last
+of them is complete.
+
+Both stores make complete states by themselves, so that both have the space of superseded rows back by compaction: a
+store of training without any state keeps everything.
 
 Shapes: B samples, F features, D dimension.
 """
@@ -18,7 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.pipeline_internals import store_sizes
 from benchmarks.workloads import Zipf
+from storage import LmdbStore
 from tiered_emb import RowwiseAdagrad, TierConfig, TieredEmbeddingBag
 from tiered_emb.checkpoint import save_checkpoint
 from tiered_emb.pipeline import prefetch
@@ -79,6 +85,7 @@ class Trainer:
     def __init__(self, directory: Path, size: Size, law: Zipf, *, saves: bool) -> None:
         self._size, self._law, self._saves = size, law, saves
         self.path = directory / "checkpoints"
+        self._store = LmdbStore(directory / "store", config=store_sizes(directory / "store", size.budget_bytes))
         torch.manual_seed(0)
         self.model = ClickModel(
             TieredEmbeddingBag(
@@ -86,7 +93,7 @@ class Trainer:
                 size.dim,
                 mode="sum",
                 include_last_offset=True,
-                tiers=TierConfig(0, size.budget_bytes, str(directory / "store")),
+                tiers=TierConfig(0, size.budget_bytes, self._store),
                 optimizer=RowwiseAdagrad(lr=0.05),
                 seed=0,
                 name="clicks",
@@ -109,7 +116,7 @@ class Trainer:
                 self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()
-                if self._saves and number % size.every == 0:
+                if self._saves and number % size.every == size.every // 2:
                     saving = save_checkpoint(
                         self.path,
                         self.model,
@@ -143,6 +150,7 @@ class Trainer:
     def close(self) -> None:
         """Let go of model and store."""
         self.model.bag.close()
+        self._store.close()
 
 
 def second_save(trainer: Trainer) -> int:

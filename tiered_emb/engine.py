@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -35,18 +34,18 @@ from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore
 from storage.schema import Column, RowSchema, table_number
-from storage.snapshot import Snapshot
-from storage.store import BegunStore, TableRef
+from storage.store import TableRef
 from storage.volatile import VolatileStore
 from tiered_emb import forks
-from tiered_emb.background import BackgroundState, reserve
+from tiered_emb.background import BackgroundState
 from tiered_emb.budget import Coming, HostBudget
 from tiered_emb.cache import POLICIES, Directory, refusal
 from tiered_emb.cache.admission import rule_of
 from tiered_emb.cold import Table
 from tiered_emb.config import TableConfig, TierConfig
+from tiered_emb.engine_states import Member, States
 from tiered_emb.errors import ConfigError, TierCapacityError
-from tiered_emb.group import Cancels, TableGroup, cancel_all
+from tiered_emb.group import TableGroup
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
@@ -57,19 +56,13 @@ from tiered_emb.staging import staging_bytes
 from tiered_emb.stores import bytes_of_groups, open_store, place_of
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.trace import TraceWriter
+from tiered_emb.upkeep import Cancels
 from tiered_emb.workers import WorkerPool
 
 _ENGINES: dict[str | int, Engine] = {}
 
 
-class Member(Protocol):
-    """A module over an engine."""
-
-    def went_back(self) -> None:
-        """Rows and progress are others now: what was recorded of the ones before is void."""
-
-
-class Engine:
+class Engine(States):
     """See the module's essay. Get one by :meth:`open`, give it back by :meth:`leave`.
 
     Attributes:
@@ -231,10 +224,6 @@ class Engine:
             self.cancel_ahead()  # tiers may have to be lowered, in which nothing pinned may stand
             return self._add_tables(tables, rule, seed)
 
-    def cancel_ahead(self) -> None:
-        """Let go of everything that is prepared for later forwards, whichever module's: they share the tiers."""
-        cancel_all(self.cancels)
-
     def _add_tables(
         self, tables: Sequence[TableConfig], rule: RowRule, seed: int | None
     ) -> list[tuple[TableGroup, TableRef]]:
@@ -352,120 +341,6 @@ class Engine:
             group.write_back()
         with Uninterrupted():
             self.store.flush(note_of(self.progress))
-
-    def begin_state(self) -> BackgroundState | None:
-        """Begin a complete state of all tables as they are now, which somebody completes while training goes on.
-
-        None if the Store cannot do that. Requires: a step boundary.
-
-        Raises what the Store raises for rows that it has refused before; nothing is begun then.
-        """
-        if not isinstance(self.store, BegunStore):
-            return None
-        self.await_state()
-        with self.road:
-            groups = list(self.groups.values())
-            rows = reserve(groups, self.config.ddr_budget_bytes, self._budget.make_room, self.cancel_ahead)
-            state = BackgroundState(self.road, self.store, groups, note_of(self.progress))
-            state.begin(rows)
-            self._state = state
-            return state
-
-    def await_state(self) -> None:
-        """Let the state be completed that was begun. Requires: not the road."""
-        if self._state is not None:
-            self._state.wait()
-            self._state = None
-
-    # ------------------------------------------------------------------------------------------- states by name
-
-    def join(self, member: Member) -> None:
-        """Have a module notice when the engine goes back; as long as it lives."""
-        self._members.add(member)
-
-    @property
-    def identity(self) -> str:
-        """Of the Store, wherever it is; of one without a uuid, in this process only."""
-        return str(self._identity if self.keeper is None else self.keeper.uuid)
-
-    @property
-    def keeper(self) -> LmdbStore | None:
-        """The Store, if it keeps states by name."""
-        return self.store if isinstance(self.store, LmdbStore) else None
-
-    def write_back(self) -> None:
-        """Hand every changed row to the Store; nothing is made durable by that."""
-        self.await_state()
-        with self.road:
-            for group in self.groups.values():
-                group.write_back()
-
-    def snapshot(self, name: str, drop: Collection[str] = ()) -> Snapshot:
-        """As :meth:`flush`, and keep that state under a name; arguments and errors as of `LmdbStore.snapshot`.
-
-        Raises ConfigError if the Store keeps no states by name.
-        """
-        self.await_state()
-        with self.road:
-            store = self._keeps()
-            self.write_back()
-            with Uninterrupted():
-                return store.snapshot(name, note_of(self.progress), drop=drop)
-
-    def rollback(self, name: str) -> None:
-        """Go back to a snapshot of the Store: rows, optimizer state, steps. Whatever changed since is gone, in tiers,
-        among rows the Store has refused and in what is prepared ahead; newer snapshots go too. Modules stay as they
-        are but for their steps, also those of others over this Store. Forwards made before cannot be gone backward
-        from (PlanReleasedError).
-
-        Requires: no backward pass is under way.
-        Raises ConfigError if the Store keeps no states by name, or has other seeds in that one, and as
-        `LmdbStore.rollback`; nothing has changed then.
-        """
-        self.await_state()
-        with self.road:
-            store = self._keeps()
-            self._check_seeds(store, name)
-            self.cancel_ahead()
-            with Uninterrupted():
-                store.rollback(name, drop_later=True)
-                self.forget()
-
-    def forget(self) -> None:
-        """Let go of all that is not in the Store, without writing it; progress is what the Store's note says.
-
-        Requires: the road, and nothing prepared ahead.
-        """
-        noted = progress_of(self.store.note)
-        self.progress = {number: replace(one, steps=0) for number, one in self.progress.items()} | noted
-        self.forget_tiers()
-        self._budget.forget()
-        for member in list(self._members):
-            member.went_back()
-
-    def forget_tiers(self) -> None:
-        """Have the tiers be empty. Requires: the road, nothing prepared ahead, and nothing that is not in the Store."""
-        for group in self.groups.values():
-            group.forget()
-
-    def _keeps(self) -> LmdbStore:
-        if self.keeper is None:
-            raise ConfigError(
-                f"the rows are in a {type(self.store).__name__}, which keeps no states by name: give TierConfig a path "
-                f"or an LmdbStore as store"
-            )
-        return self.keeper
-
-    def _check_seeds(self, store: LmdbStore, name: str) -> None:
-        found = [one for one in store.snapshots() if one.name == name]
-        noted = progress_of(found[0].note) if found else {}
-        for table in self.tables.values():
-            mine, other = self.progress[table.number].seed, noted.get(table.number)
-            if other is not None and other.seed != mine:
-                raise ConfigError(
-                    f"table {table.name!r} has seed {mine}, but {other.seed} in snapshot {name!r}: make its module "
-                    f"with seed={other.seed}"
-                )
 
     def scan(self, names: Sequence[str]) -> Iterator[tuple[str, Ids, Rows]]:
         """Table name, ids (N,) and rows (N, D + K) of the Store's rows of these tables, in blocks."""

@@ -36,13 +36,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from storage.interrupts import Uninterrupted
 from storage.schema import RowSchema
 from storage.store import Store
 from tiered_emb.cache import Shortage, room
@@ -68,25 +66,17 @@ from tiered_emb.plan import (
 from tiered_emb.reading import pool_rows, read_rows
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
+from tiered_emb.upkeep import Cancels, Upkeep
 from tiered_emb.workers import WorkerPool
 
-Cancels: TypeAlias = dict[int, Callable[[int], None]]
-
-_WINDOW_ROWS = 1 << 16  # slots looked through at once for changed rows
 _MOST_SPARE = 8  # arrays of batches that are kept for the next ones
-
-
-def cancel_all(cancels: Cancels) -> None:
-    """Let go of what is prepared for later forwards."""
-    for module, cancel in list(cancels.items()):
-        cancel(module)
 
 
 def unseen(place: str) -> None:
     """Nobody wants to know where the time goes."""
 
 
-class TableGroup:
+class TableGroup(Upkeep):
     """The tables of one row schema over shared tiers and one Store; see the module's essay.
 
     Attributes:
@@ -262,7 +252,7 @@ class TableGroup:
             at: is told which tier, or "store", the time from now on goes to.
         """
         at("store" if self.cold.unwritten else self.top.name)
-        self._retry()
+        self.retry()
         at(self.top.name)
         plan = self.plan(batch)
         at("store" if len(plan.missing) > len(plan.lower_from) else self.tiers[-1].name)
@@ -277,13 +267,6 @@ class TableGroup:
             self.release(plan)
             raise
         return plan
-
-    def _retry(self) -> None:
-        """Hand over what the Store refused; forget what it is known to have if others have deleted rows there."""
-        self.cold.retry()
-        if self.cold.notice_deletions():
-            for tier in self.tiers:
-                tier.stored[:] = False
 
     def announce(self, batch: IdBatch) -> None:
         """Have the Store begin to read what a later batch will miss, if that saves time."""
@@ -358,73 +341,6 @@ class TableGroup:
         if (saving := self.moves.saving) is not None:
             saving.keep(self.top, slots)
 
-    def write_back(self) -> None:
-        """Hand every changed row to the Store; the rows stay where they are. Raises what the Store raises."""
-        self._retry()
-        for tier in self.tiers:
-            first = 0
-            while first < tier.capacity_rows:  # which falls when the Store's index grows at the tier's cost
-                window = tier.dirty[first : min(first + _WINDOW_ROWS, tier.capacity_rows)]
-                for slots in self.moves.chunks((first + np.flatnonzero(window)).astype(np.int32)):
-                    self._write_back(tier, slots)
-                first += _WINDOW_ROWS
-                if first >= tier.capacity_rows and tier.dirty.any():
-                    first = 0  # rows that floors keep got slots of a lowered tier that had been looked through
-
-    def _write_back(self, tier: Tier, slots: Slots) -> None:
-        """Hand the rows of ``slots`` to the Store, which may need room for the first time it sees them."""
-        with Uninterrupted():
-            self._make_room_to_write(len(slots))
-        directory, slots = tier.directory, slots[slots < tier.capacity_rows]
-        slots = slots[tier.dirty[slots]]  # others may have the rows of a lowered tier that floors keep
-        with self.updating:  # else what changes between the copy and the mark would pass for written
-            rows = self.moves.copied(tier, slots)
-            tables, ids = directory.slot_tables[slots], directory.slot_ids[slots]
-            if error := self.cold.write(tables, ids, rows, tier.stored[slots]):
-                raise error
-            tier.dirty[slots], tier.stored[slots] = False, True
-
-    def save_some(self, tier: Tier, first: int, last: int) -> int:
-        """Give rows that are marked, of slots ``first`` .. ``last - 1``, to the state that is written beside training;
-        how many, 0 = none is left there.
-
-        They are clean then, unless they change meanwhile: nobody moves them, since this has the road.
-        """
-        saving = self.moves.saving
-        slots = (first + np.flatnonzero(tier.unsaved[first:last])).astype(np.int32)
-        if saving is None or not len(slots):
-            return 0
-        slots = next(self.moves.chunks(slots))
-        with suppress(TierCapacityError):  # for want of room in memory nothing is kept from the disk
-            self._lower_tiers_for(len(slots))
-        with self.updating:
-            slots = slots[tier.unsaved[slots]]
-            rows = self.moves.copied(tier, slots)
-            tables, ids = tier.directory.slot_tables[slots], tier.directory.slot_ids[slots]
-            stored = tier.stored[slots]
-            tier.unsaved[slots] = tier.dirty[slots] = False
-        if saving.give(tables, ids, rows, stored):
-            tier.stored[slots] = True
-        else:
-            tier.dirty[slots] = True
-        return max(1, len(slots))
-
-    def _make_room_to_write(self, rows: int) -> None:
-        """Lower tiers for the Store's growth; if need be let go of what is prepared for later forwards.
-
-        For want of room in memory nothing is kept from the disk.
-        """
-        try:
-            self._lower_tiers_for(rows)
-        except TierCapacityError:
-            cancel_all(self.cancels)
-            with suppress(TierCapacityError):
-                self._lower_tiers_for(rows)
-
-    def _lower_tiers_for(self, rows: int) -> None:
-        while self.make_room(rows, 0, 0):
-            pass
-
     def shrink(self, tier: Tier, capacity_rows: int) -> None:
         """Lower a tier's capacity; rows without room leave for the Store, those that floors keep excepted. Raises what
         the Store raises, after that."""
@@ -451,21 +367,6 @@ class TableGroup:
             for tier in self.tiers:
                 tier.forget()
             self.cold.forget()
-
-    def fill(self, tier: Tier, slots: Slots) -> None:
-        """Read the rows of slots (N,) that a loaded directory names. Raises what the Store raises."""
-        for part in self.moves.chunks(slots):
-            tables, ids = tier.directory.slot_tables[part], tier.directory.slot_ids[part]
-            rows = np.empty((len(part), self.row_width), np.float32)
-            tier.stored[part] = self.cold.read(tables, ids, rows)
-            tier.write(part, rows)
-
-    def put_cold(self, tables: TableNumbers, ids: Ids, rows: Rows) -> None:
-        """Hand rows (N, D + K) that no tier holds to the Store. Raises what the Store raises."""
-        with Uninterrupted():
-            self._make_room_to_write(len(ids))
-            if error := self.cold.write(tables, ids, rows, np.zeros(len(ids), np.bool_)):
-                raise error
 
     def _find(self, batch: IdBatch) -> tuple[Slots, Parted]:
         """Slots (U,) in the top tier, -1 = absent, and the rows that it holds and lacks, once there is room for all."""
