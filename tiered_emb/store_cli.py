@@ -100,18 +100,12 @@ _later = click.option(
 _as_json = click.option("--json", "as_json", is_flag=True, help="As JSON, the last line of standard output.")
 
 
-def _open_to_write(path: str, before: Any, later: str | None) -> Any:
+def _open_to_write(path: str, later: str | None) -> Any:
     """An LmdbStore. Closing it makes a complete state, so somebody must say whether rows after the last one count."""
     from storage.lmdb_store import LmdbStore
 
-    if before.later_rows and later is None:
-        click.echo(
-            f"tiered-emb: {path} holds {before.later_rows:,} rows put after its last complete state, left by a "
-            "crash or a writer: open it once with the program that writes it, or say --later keep or "
-            "--later discard",
-            err=True,
-        )
-        sys.exit(FAILED)
+    if later is None:
+        _refuse_later_rows(path)
     return LmdbStore(path, durability="snapshot" if later == "discard" else "commit")
 
 
@@ -127,7 +121,7 @@ def compact(path: str, later: str | None) -> None:
         from tiered_emb.store_report import byte_bar, print_compaction
 
         before = describe_store(path)
-        opened = _open_to_write(path, before, later)
+        opened = _open_to_write(path, later)
         with opened, byte_bar("compact") as progress:
             opened.compact(progress)
         print_compaction(before, describe_store(path), Console())
@@ -145,9 +139,7 @@ def compact(path: str, later: str | None) -> None:
 def snapshot(path: str, name: str, keep_last: int | None, later: str | None, as_json: bool) -> None:
     """Keep the rows of a store as they are now under a name; needs the right to write."""
     with one_line_errors():
-        from storage.describe import describe_store
-
-        opened = _open_to_write(path, describe_store(path), later)
+        opened = _open_to_write(path, later)
         with opened:
             made = opened.snapshot(name, keep_last=keep_last)
         click.echo(f"{path}: snapshot {made.name!r} of {made.rows:,} rows", err=as_json)
@@ -246,9 +238,7 @@ def rollback(path: str, name: str, drop_later: bool, yes: bool, as_json: bool) -
 def drop(path: str, name: str, later: str | None, as_json: bool) -> None:
     """Let a snapshot go; rows to come use the space of what only it held. Needs the right to write."""
     with one_line_errors():
-        from storage.describe import describe_store
-
-        opened = _open_to_write(path, describe_store(path), later)
+        opened = _open_to_write(path, later)
         with opened:
             opened.drop_snapshot(name)
             left = [one.name for one in opened.snapshots()]
@@ -324,13 +314,17 @@ def import_(path: str, source: str, name: str | None, rollback: bool, later: str
 
 
 def _refuse_later_rows(path: str) -> None:
-    from storage.describe import describe_store
+    from pathlib import Path
 
-    later = describe_store(path).later_rows
-    if later:
+    from storage.describe import describe_store
+    from storage.row_log.owner import Owner
+
+    described = describe_store(path)
+    if described.later_rows:
+        Owner(Path(path)).close()  # beside a writer that is not the trouble; this says who it is
         click.echo(
-            f"tiered-emb: {path} holds {later:,} rows put after its last complete state, left by a crash or a writer: "
-            "open it once with the program that writes it, or say --later keep or --later discard",
+            f"tiered-emb: {path} holds {described.later_rows:,} rows put after its last complete state, left by a "
+            "crash: open it once with the program that writes it, or say --later keep or --later discard",
             err=True,
         )
         sys.exit(FAILED)

@@ -19,7 +19,7 @@ from tiered_emb.cold import ColdRows
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.moves import Moves
 from tiered_emb.plan import Ids, Rows, Slots, TableNumbers
-from tiered_emb.tier import Tier
+from tiered_emb.tier import Flags, Tier
 
 Cancels: TypeAlias = dict[int, Callable[[int], None]]
 
@@ -30,6 +30,15 @@ def cancel_all(cancels: Cancels) -> None:
     """Let go of what is prepared for later forwards."""
     for module, cancel in list(cancels.items()):
         cancel(module)
+
+
+def marked(marks: Flags, first: int, last: int) -> Slots:
+    """Slots ``first`` .. ``last - 1`` that are marked, ascending, as of now.
+
+    Of a copy: who trains may change marks meanwhile, and numpy counts them before it lists them - what it lists beyond
+    those that are left is whatever the memory held.
+    """
+    return (first + np.flatnonzero(marks[first:last].copy())).astype(np.int32)
 
 
 class Upkeep:
@@ -60,8 +69,9 @@ class Upkeep:
         for tier in self.tiers:
             first = 0
             while first < tier.capacity_rows:  # which falls when the Store's index grows at the tier's cost
-                window = tier.dirty[first : min(first + _WINDOW_ROWS, tier.capacity_rows)]
-                for slots in self.moves.chunks((first + np.flatnonzero(window)).astype(np.int32)):
+                for slots in self.moves.chunks(
+                    marked(tier.dirty, first, min(first + _WINDOW_ROWS, tier.capacity_rows))
+                ):
                     self._write_back(tier, slots)
                 first += _WINDOW_ROWS
                 if first >= tier.capacity_rows and tier.dirty.any():
@@ -87,7 +97,7 @@ class Upkeep:
         They are clean then, unless they change meanwhile: nobody moves them, since this has the road.
         """
         saving = self.moves.saving
-        slots = (first + np.flatnonzero(tier.unsaved[first:last])).astype(np.int32)
+        slots = marked(tier.unsaved, first, last)
         if saving is None or not len(slots):
             return 0
         slots = next(self.moves.chunks(slots))

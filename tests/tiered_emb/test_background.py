@@ -211,3 +211,25 @@ def test_a_small_buffer_only_costs_time(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_store_that_cannot_says_so() -> None:
     with TieredEmbeddingBag(10, 4, mode="sum", name="t", tiers=TierConfig()) as bag:
         assert bag._engine.begin_state() is None
+
+
+def test_marks_are_listed_from_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy counts marks, then lists them; one that goes in between, as a trainer's may, leaves a slot of garbage."""
+    training = Training(tmp_path / "st")
+    try:
+        training.train(10)
+        marks = [tier.unsaved for tier in training.group.tiers] + [tier.dirty for tier in training.group.tiers]
+        listed, lists = [], np.flatnonzero
+
+        def watched(array: NDArray[Any]) -> NDArray[np.intp]:
+            listed.append(any(np.shares_memory(array, one) for one in marks))
+            return lists(array)
+
+        monkeypatch.setattr(np, "flatnonzero", watched)
+        training.begun().complete("s")
+        training.train(5)
+        training.bag.flush()
+        assert listed
+        assert not any(listed)
+    finally:
+        training.close()

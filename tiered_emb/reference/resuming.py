@@ -5,12 +5,13 @@ run. `KEPT` of them stay. A run that resumes goes back to the newest: rows that 
 since, are gone. It must have the options that decide the numbers; budgets, policies, lookahead and more epochs are
 free.
 
-While a run goes on its directory of checkpoints holds a file `running`. One that is there when a run resumes tells that
-the last one was killed.
+While a run goes on its directory of checkpoints holds a file `running`, locked. One that is there when a run resumes
+tells that the last one was killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from array import array
 from collections.abc import Mapping
@@ -70,6 +71,7 @@ class Resuming:
         self._optimizer: torch.optim.Optimizer | None = None
         self._saved_at = -1  # step of the newest checkpoint of this run
         self._was_killed = False
+        self._lock: int | None = None  # on the file `running`
         self._pending: PendingCheckpoint[Checkpoint] | None = None
         self._data = settings.data if settings.data in ("synthetic", "movielens") else "a file"
         self._samples = stream.samples(Part.TRAIN)
@@ -81,8 +83,12 @@ class Resuming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         cut_short = kind is not None and issubclass(kind, KeyboardInterrupt)
-        if self._model is not None and self._path is not None and not cut_short:
-            (self._path / _RUNNING).unlink(missing_ok=True)
+        if self._lock is not None:
+            began = self._model is not None or not self._was_killed
+            if began and self._path is not None and not cut_short:
+                (self._path / _RUNNING).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
 
     # ---- at the start
 
@@ -95,6 +101,11 @@ class Resuming:
             raise ConfigError(
                 f"{store} already holds {counted(rows, 'row')}, and {self._path} a checkpoint of step {step:,} of that "
                 f"run: go on with --resume, or remove both to start again"
+            )
+        if rows and self._settings.resume:
+            raise ConfigError(
+                f"{store} holds {counted(rows, 'row')}, but {self._path} no checkpoint of the run that left them: name "
+                f"the directory that has it with --checkpoints"
             )
         if rows:
             raise ConfigError(
@@ -110,12 +121,32 @@ class Resuming:
         """
         model = nn.ModuleDict({"mlps": learner.model, "bags": self._bags})
         self._optimizer = learner.optimizer
+        saves = self._path is not None and (self._settings.resume or self._settings.checkpoint_every is not None)
+        if saves:
+            self._take_directory()
         if self._settings.resume:
             self._go_on(model, trained)
-        if self._path is not None and (self._settings.resume or self._settings.checkpoint_every is not None):
-            self._path.mkdir(parents=True, exist_ok=True)
-            (self._path / _RUNNING).write_text(f"{os.getpid()}\n")
+        if saves:
             self._model = model
+
+    def _take_directory(self) -> None:
+        """Have the directory of checkpoints for this run alone, as long as it goes on. Raises ConfigError."""
+        assert self._path is not None
+        running = self._path / _RUNNING
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._was_killed = running.exists()
+            self._lock = os.open(running, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"process {running.read_text().strip() or 'of another run'} is running and saves its checkpoints to "
+                f"{self._path}: wait for its end, or name another directory with --checkpoints"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"--checkpoints {self._path} can be no directory of checkpoints: {error}") from error
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, f"{os.getpid()}\n".encode())
 
     def _go_on(self, model: nn.ModuleDict, trained: Trained) -> None:
         assert self._path is not None
@@ -123,12 +154,11 @@ class Resuming:
             self._say(f"nothing to resume in {self._path}: starting at step 0")
             return
         taken = self._bags.steps
-        was_killed = (self._path / _RUNNING).exists()
         found = load_checkpoint(self._path, model, self._optimizer, check=self._check_options)
         trained.losses = array("f", found.extra["losses"].tolist())
         trained.samples, trained.seconds = found.extra["samples"], found.extra["seconds"]
         self._saved_at = len(trained.losses)
-        self._say(_resumed(len(trained.losses), taken, was_killed))
+        self._say(_resumed(len(trained.losses), taken, self._was_killed))
 
     def _check_options(self, extra: Mapping[str, Any]) -> None:
         """Raise ConfigError unless this run goes on where that one would have."""

@@ -139,7 +139,7 @@ def test_rows_without_resume_are_refused(clicks: object, tmp_path: Path) -> None
     done("--store", tmp_path / "others")
     refused = train("--store", tmp_path / "others", "--resume")
     assert refused.exit_code == 2
-    assert re.search(r"others already holds \d+ rows; a run starts from untrained rows", refused.output)
+    assert re.search(r"others holds \d+ rows, but .* no checkpoint of the run that left them", refused.output)
 
 
 @pytest.mark.parametrize(
@@ -231,3 +231,51 @@ main()
     resumed = [step for step, line in lines.items() if line in said]
     assert len(resumed) == 1, (seed, first, second, said)
     assert not resumed[0] or "the last run was killed, and what it did after its last checkpoint is lost" in said
+
+
+# ---- another run
+
+
+def test_a_directory_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    import fcntl
+
+    write_clicks(tmp_path / "clicks.tsv")
+    options = ["--data", tmp_path / "clicks.tsv", "--store", tmp_path / "rows", "--batch-size", "16"]
+    every = ["--checkpoint-every", "4", "--resume"]
+    checkpoints = tmp_path / "rows.checkpoints"
+    checkpoints.mkdir()
+    with (checkpoints / "running").open("w") as running:
+        fcntl.flock(running, fcntl.LOCK_EX)
+        running.write("4711\n")
+        running.flush()
+        refused = subprocess.run(
+            [sys.executable, "-m", "tiered_emb", "train", *SMALL, *map(str, [*options, *every])],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert refused.returncode == 2
+    assert "process 4711 is running and saves its checkpoints to" in refused.stderr
+    assert (checkpoints / "running").read_text() == "4711\n"
+    found, said = done(*options, *every)
+    assert found[-1] == 46
+    assert "was killed" not in said or "nothing to resume" in said
+    assert not (checkpoints / "running").exists()
+
+
+def test_what_can_be_no_directory_of_checkpoints_is_said_in_a_line(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.tsv")
+    refused = subprocess.run(
+        [sys.executable, "-m", "tiered_emb", "train", *SMALL, "--data", str(tmp_path / "clicks.tsv"),
+         "--store", str(tmp_path / "rows"), "--checkpoints", str(tmp_path / "clicks.tsv"), "--checkpoint-every", "4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert refused.returncode in (1, 2)
+    assert "Traceback" not in refused.stderr
+    assert "clicks.tsv" in refused.stderr
