@@ -108,6 +108,7 @@ class Engine(States):
 
     def forget_threads(self) -> None:
         """As `forks.Forkable.forget_threads`."""
+        self._state = None  # which the parent completes
         for group in self.groups.values():
             group.forget_threads()
 
@@ -137,8 +138,7 @@ class Engine(States):
         somebody has closed the Store, which will never take them. A trace that cannot be written to its end is
         reported once all else is done: the module is gone then.
         """
-        self.await_state()
-        with self.road:
+        with self.settled():
             self._let_gone_go()
             try:
                 if self._users == 1:
@@ -329,8 +329,7 @@ class Engine(States):
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state; write what was recorded."""
-        self.await_state()
-        with self.road:
+        with self.settled():
             self._flush_rows()
             if self.recorder is not None:
                 with Uninterrupted():

@@ -193,6 +193,64 @@ def test_a_flush_and_a_close_wait_for_it(tmp_path: Path) -> None:
     training.store.close()
 
 
+class _Begun:
+    """A state that another thread has begun, and when it is waited for, another one."""
+
+    def __init__(self, waited: list[str], name: str, then: Any = None) -> None:
+        self._waited, self._name, self._then = waited, name, then
+
+    def wait(self) -> None:
+        self._waited.append(self._name)
+        if self._then is not None:
+            self._then()
+
+
+def test_who_waits_for_a_state_waits_for_the_one_that_was_begun_meanwhile(tmp_path: Path) -> None:
+    """Else rows are handed over that are marked still, and the state that lacks them says it is complete."""
+    training = Training(tmp_path / "st")
+    try:
+        waited: list[str] = []
+        second = _Begun(waited, "second")
+        first = _Begun(waited, "first", lambda: setattr(training.engine, "_state", second))
+        training.engine._state = first  # type: ignore[assignment]
+        training.bag.flush()
+        assert waited == ["first", "second"]
+        assert training.engine._state is None
+    finally:
+        training.close()
+
+
+def test_a_state_that_could_not_be_begun_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        training.train(10)
+
+        def refuse(*_: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered_emb.background.Saving.__init__", refuse)
+            with pytest.raises(MemoryError):
+                training.engine.begin_state()
+        training.bag.flush()
+        training.begun().complete("s")
+    finally:
+        training.close()
+
+
+def test_a_child_waits_for_no_state_of_its_parent(tmp_path: Path) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        training.train(10)
+        state = training.begun()
+        training.engine.forget_threads()  # as a fork does in the child
+        assert training.engine._state is None
+        assert training.group.moves.saving is None
+        state.abandon()
+    finally:
+        training.close()
+
+
 def test_a_small_buffer_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered_emb.background._KEPT_SHARE", 1 << 30)
     training = Training(tmp_path / "st", ddr_bytes=1 << 18)
