@@ -135,6 +135,27 @@ def test_each_way_of_a_row_into_the_state(tmp_path: Path) -> None:
         training.close()
 
 
+def test_rows_that_get_other_slots_of_a_lowered_tier_are_marked_there(tmp_path: Path) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        fresh = training.rows()
+        training.train(60)
+        then = training.rows()
+        state = training.begun()
+        with training.engine.road:
+            group, tier = training.group, training.group.top
+            group.release_dropped()
+            gone = tier.shrink(tier.directory.rows - 30)  # of which floors would keep these
+            assert len(gone.ids) and gone.unsaved.all()
+            assert group.moves.bring_back(tier, gone) is None
+            tier.discard()
+        training.train(3)
+        state.complete("s")
+        check(training, "s", then, fresh)
+    finally:
+        training.close()
+
+
 def test_a_row_that_was_cleaned_is_not_written_again(tmp_path: Path) -> None:
     training = Training(tmp_path / "st", ddr_bytes=1 << 20)
     try:
