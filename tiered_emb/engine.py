@@ -151,8 +151,8 @@ class Engine(States):
     def abandon(self, names: Sequence[str]) -> None:
         """A module is gone without a close: what was not flushed is lost, as if the process had died."""
         self._gone.append(names)
-        if self._state is not None:
-            self._state.stop()
+        if (state := self._state) is not None and self._users <= len(self._gone):  # nobody trains on beside it
+            state.stop()
         if self.road.acquire(blocking=False):  # a finalizer may run in a thread that the road's holder waits for
             try:
                 self._let_gone_go()

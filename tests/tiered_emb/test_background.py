@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,23 @@ def test_a_state_that_could_not_be_begun_is_none(tmp_path: Path, monkeypatch: py
                 training.engine.begin_state()
         training.bag.flush()
         training.begun().complete("s")
+    finally:
+        training.close()
+
+
+def test_a_module_that_is_dropped_leaves_the_state_to_the_others(tmp_path: Path) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        fresh = training.rows()
+        training.train(30)
+        other = TieredEmbeddingBag(IDS, 4, mode="sum", name="u", tiers=training.engine.config, device="cpu")
+        assert other._engine is training.engine
+        then, state = training.rows(), training.begun()
+        del other
+        gc.collect()
+        assert "u" not in training.engine.tables
+        state.complete("s")
+        check(training, "s", then, fresh)
     finally:
         training.close()
 
