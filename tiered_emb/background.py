@@ -9,6 +9,9 @@ Between the two the trainer goes on. Who changes or moves a marked row sees to i
 (:mod:`tiered_emb.saving`). The cleaner, who is whoever calls `complete`, takes the road for some rows at a time and
 rests as long as that took, so that it never has more than half of it.
 
+Whoever would make another state, go back to one or close the Store waits until this one has ended. Who has more to do
+than the rows, as a checkpoint's files, calls `make` instead, and `end` when all of it is there.
+
 Nothing is lost by a failure: the state is abandoned in the Store, and what it was to have is dirty still, or was put.
 """
 
@@ -85,8 +88,12 @@ class BackgroundState:
         self._ended = threading.Event()
 
     def wait(self) -> None:
-        """Return once `complete` has, in whatever thread. Requires: not the road."""
+        """Return once it has ended, in whatever thread. Requires: not the road."""
         self._ended.wait()
+
+    def end(self) -> None:
+        """Let those go on who wait for it."""
+        self._ended.set()
 
     def begin(self, buffer_rows: dict[int, int]) -> None:
         """Begin the state of now. Requires: the road; no update is under way.
@@ -102,12 +109,23 @@ class BackgroundState:
         rows = {one.number: sum(int(tier.dirty.sum()) for tier in one.tiers) for one in self._groups}
         with Uninterrupted():
             self._store.begin_state(rows)
-            for group in self._groups:
-                group.moves.saving = Saving(group.cold, max(1, buffer_rows[group.number]), group.row_width)
-                for tier in group.tiers:
-                    np.copyto(tier.unsaved, tier.dirty)
+            try:
+                for group in self._groups:
+                    group.moves.saving = Saving(group.cold, max(1, buffer_rows[group.number]), group.row_width)
+                    for tier in group.tiers:
+                        np.copyto(tier.unsaved, tier.dirty)
+            except BaseException:  # no memory for the buffers
+                self.abandon()
+                raise
 
     def complete(self, name: str | None, drop: Collection[str] = ()) -> None:
+        """As `make`, after which it has ended."""
+        try:
+            self.make(name, drop)
+        finally:
+            self.end()
+
+    def make(self, name: str | None, drop: Collection[str] = ()) -> None:
         """Give the state all of its rows and make it durable. In any thread, without the road.
 
         Raises:
@@ -123,8 +141,6 @@ class BackgroundState:
         except BaseException:
             self._abandon()
             raise
-        finally:
-            self._ended.set()
 
     def stop(self) -> None:
         """Have `complete` give up soon, from another thread."""
@@ -169,9 +185,9 @@ class BackgroundState:
             raise saving.error
 
     def abandon(self) -> None:
-        """Give it up, where `complete` is not called."""
+        """Give it up, where it is not made."""
         self._abandon()
-        self._ended.set()
+        self.end()
 
     def _abandon(self) -> None:
         with self._road, Uninterrupted():

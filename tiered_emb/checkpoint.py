@@ -35,6 +35,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from storage.interrupts import Uninterrupted
 from tiered_emb.checkpoint_dense import (
     Stateful,
     check_beside,
@@ -196,18 +197,33 @@ def save_checkpoint(
     folder, engines = Folder(path, create=True), engines_of(modules)
     await_pending(folder.path)
     tag = folder.new_tag(tag, max(module.steps for module in modules.values()))
-    with all_roads(engines):
-        beside |= {"dense": None, "random": None}
-        if not rows_only:
-            beside |= {"dense": dense_state(model, modules), "random": random_states()}
-        begun = _begin(folder, tag, modules, beside, background)
+    rows: list[BegunRows] = []  # that nobody would complete if this failed
+    try:
+        with all_roads(engines):
+            beside |= {"dense": None, "random": None}
+            if not rows_only:
+                beside |= {"dense": dense_state(model, modules), "random": random_states()}
+            begun = _begin(folder, tag, modules, beside, rows if background else None)
 
-    def complete() -> Checkpoint:
-        manifest = begun.complete()
-        dropped = _drop_older(folder, engines, keep_last)
-        return replace(_described(folder, manifest), extra=extra, dropped=tuple(dropped))
+        def complete() -> Checkpoint:
+            try:
+                manifest = begun.complete()
+                dropped = _drop_older(folder, engines, keep_last)
+            finally:  # and not before: who goes back, or closes a store, would leave a manifest without its snapshot
+                for one in begun.rows:
+                    one.state.end()
+            return replace(_described(folder, manifest), extra=extra, dropped=tuple(dropped))
 
-    return PendingCheckpoint(folder.path, complete) if background else complete()
+        if not background:
+            return complete()
+        with Uninterrupted():
+            pending = PendingCheckpoint(folder.path, complete)
+            rows.clear()
+        return pending
+    except BaseException:
+        for one in rows:
+            one.state.abandon()
+        raise
 
 
 def load_checkpoint(
@@ -322,27 +338,26 @@ class _Begun:
             raise
 
 
-def _begin(folder: Folder, tag: str, modules: Modules, beside: dict[str, Any], background: bool) -> _Begun:
-    """Step 1, and rows with it unless they are written in the background. Requires: the roads."""
+def _begin(folder: Folder, tag: str, modules: Modules, beside: dict[str, Any], rows: list[BegunRows] | None) -> _Begun:
+    """Step 1, and rows with it unless they are written in the background. Requires: the roads.
+
+    Args:
+        rows: takes those that are written in the background, whatever is raised; None = none are.
+    """
     engines = engines_of(modules)
     place = folder.begin(tag)
-    rows = begin_rows(engines) if background else None
-    if rows is None:
+    later = rows is not None and begin_rows(engines, rows)
+    if not later:
         for engine in engines:
             engine.write_back()  # which may lower tiers, so before they are saved
-    try:
-        written(place / TIERS, lambda file: save_tiers(engines, file))
-        written(place / DENSE, lambda file: torch.save(beside, file))
-        check_readable(place / DENSE)
-        own = [] if rows is not None else _own_stores(engines, folder)
-        stores = [save_rows(engine, folder, tag, store) for engine, store in own]
-    except BaseException:
-        for one in rows or []:
-            one.state.abandon()
-        raise
+    written(place / TIERS, lambda file: save_tiers(engines, file))
+    written(place / DENSE, lambda file: torch.save(beside, file))
+    check_readable(place / DENSE)
+    own = [] if later else _own_stores(engines, folder)
+    stores = [save_rows(engine, folder, tag, store) for engine, store in own]
     step = max(module.steps for module in modules.values())
     entries = {name: module_entry(module, engines.index(module.engine)) for name, module in modules.items()}
-    return _Begun(folder, tag, now_s(), step, entries, rows or [], stores)
+    return _Begun(folder, tag, now_s(), step, entries, list(rows or ()), stores)
 
 
 def _own_stores(engines: list[Engine], folder: Folder) -> list[tuple[Engine, Path]]:

@@ -23,7 +23,7 @@ from storage.lmdb_store import LmdbStore
 from storage.schema import RowSchema
 from storage.snapshot import Snapshot
 from storage.store import Store, TableRef
-from tiered_emb.checkpoint_files import Folder, ModuleEntry, StoreEntry, TierEntry
+from tiered_emb.checkpoint_files import LEAVING, Folder, ModuleEntry, StoreEntry, TierEntry
 from tiered_emb.checkpoint_rows import Modules, budget_of, module_entry, tiers_of
 from tiered_emb.engine import Engine, open_engines
 from tiered_emb.errors import CheckpointError
@@ -149,7 +149,7 @@ class RowLoad:
             self.engine.rollback(self.snapshot)
             return
         self.engine.cancel_ahead()
-        guard = folder.snapshot_name("loading")
+        guard = folder.snapshot_name("loading" + LEAVING)  # which is no tag
         if self.engine.keeper is None:
             self.engine.flush()
         else:

@@ -26,9 +26,9 @@ class PendingCheckpoint(Generic[Outcome]):
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="tiered-emb-checkpoint")
-        _PENDING[path] = self
         self._path = path
-        self._thread.start()
+        self._thread.start()  # first: one that did not start would be waited for
+        _PENDING[path] = self
 
     def _run(self, work: Callable[[], Outcome]) -> None:
         try:

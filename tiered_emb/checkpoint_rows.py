@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore
 from storage.snapshot import Snapshot
 from storage.store import RowIds, Store, TableRef
@@ -41,11 +42,9 @@ def engines_of(modules: Modules) -> list[Engine]:
 @contextmanager
 def all_roads(engines: Sequence[Engine]) -> Iterator[None]:
     """Nobody else plans or moves rows meanwhile."""
-    for engine in engines:
-        engine.await_state()  # which needs the road
     with ExitStack() as held:
         for engine in sorted(engines, key=id):  # one order for all who take several
-            held.enter_context(engine.road)
+            held.enter_context(engine.settled())
         yield
 
 
@@ -121,28 +120,27 @@ class BegunRows:
     tiers: list[TierEntry]
 
     def complete(self, folder: Folder, tag: str) -> StoreEntry:
-        """As `save_rows`, without the road."""
+        """As `save_rows`, without the road; `state` has not ended by that."""
         name = folder.snapshot_name(tag)
-        self.state.complete(name, orphans(self.store, folder))
+        self.state.make(name, orphans(self.store, folder))
         snapshot = next(one for one in self.store.snapshots() if one.name == name)
         return _entry(self.engine, folder, self.store, snapshot, self.tiers, copied=False)
 
 
-def begin_rows(engines: Sequence[Engine]) -> list[BegunRows] | None:
-    """Begin to write the rows of all engines as they are now; None if a store of theirs cannot do that."""
+def begin_rows(engines: Sequence[Engine], begun: list[BegunRows]) -> bool:
+    """Begin to write the rows of all engines as they are now; False if a store of theirs cannot do that.
+
+    Args:
+        begun: takes what has to be completed or abandoned, whatever is raised.
+    """
     if any(engine.keeper is None for engine in engines):
-        return None
-    begun: list[BegunRows] = []
-    try:
+        return False
+    with Uninterrupted():
         for engine in engines:
             state, store = engine.begin_state(), engine.keeper
             assert state is not None and store is not None
             begun.append(BegunRows(engine, store, state, entries_of(engine)))
-    except BaseException:
-        for one in begun:
-            one.state.abandon()
-        raise
-    return begun
+    return True
 
 
 def entries_of(engine: Engine) -> list[TierEntry]:

@@ -108,6 +108,7 @@ class Engine(States):
 
     def forget_threads(self) -> None:
         """As `forks.Forkable.forget_threads`."""
+        self._state = None  # which the parent completes
         for group in self.groups.values():
             group.forget_threads()
 
@@ -137,8 +138,7 @@ class Engine(States):
         somebody has closed the Store, which will never take them. A trace that cannot be written to its end is
         reported once all else is done: the module is gone then.
         """
-        self.await_state()
-        with self.road:
+        with self.settled():
             self._let_gone_go()
             try:
                 if self._users == 1:
@@ -151,8 +151,8 @@ class Engine(States):
     def abandon(self, names: Sequence[str]) -> None:
         """A module is gone without a close: what was not flushed is lost, as if the process had died."""
         self._gone.append(names)
-        if self._state is not None:
-            self._state.stop()
+        if (state := self._state) is not None and self._users <= len(self._gone):  # nobody trains on beside it
+            state.stop()
         if self.road.acquire(blocking=False):  # a finalizer may run in a thread that the road's holder waits for
             try:
                 self._let_gone_go()
@@ -329,8 +329,7 @@ class Engine(States):
 
     def flush(self) -> None:
         """Make every changed row and the step counts durable as one state; write what was recorded."""
-        self.await_state()
-        with self.road:
+        with self.settled():
             self._flush_rows()
             if self.recorder is not None:
                 with Uninterrupted():

@@ -7,7 +7,8 @@ business (`storage.snapshot`); here the tiers above it are brought in line, befo
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 from uuid import UUID
@@ -62,8 +63,7 @@ class States:
         """
         if not isinstance(self.store, BegunStore):
             return None
-        self.await_state()
-        with self.road:
+        with self.settled():
             groups = list(self.groups.values())
             rows = reserve(groups, self.config.ddr_budget_bytes, self._budget.make_room, self.cancel_ahead)
             state = BackgroundState(self.road, self.store, groups, note_of(self.progress))
@@ -71,11 +71,20 @@ class States:
             self._state = state
             return state
 
-    def await_state(self) -> None:
-        """Let the state be completed that was begun. Requires: not the road."""
-        if self._state is not None:
-            self._state.wait()
-            self._state = None
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The road, with no state begun: for who makes one, goes back, or has rows be clean that a state lacks.
+
+        Requires: not the road, unless it was taken by this.
+        """
+        while True:
+            if (state := self._state) is not None:
+                state.wait()
+            with self.road:
+                if self._state is state:  # else another thread has begun one meanwhile
+                    self._state = None
+                    yield
+                    return
 
     def join(self, member: Member) -> None:
         """Have a module notice when the engine goes back; as long as it lives."""
@@ -93,8 +102,7 @@ class States:
 
     def write_back(self) -> None:
         """Hand every changed row to the Store; nothing is made durable by that."""
-        self.await_state()
-        with self.road:
+        with self.settled():
             for group in self.groups.values():
                 group.write_back()
 
@@ -103,8 +111,7 @@ class States:
 
         Raises ConfigError if the Store keeps no states by name.
         """
-        self.await_state()
-        with self.road:
+        with self.settled():
             store = self._keeps()
             self.write_back()
             with Uninterrupted():
@@ -120,8 +127,7 @@ class States:
         Raises ConfigError if the Store keeps no states by name, or has other seeds in that one, and as
         `LmdbStore.rollback`; nothing has changed then.
         """
-        self.await_state()
-        with self.road:
+        with self.settled():
             store = self._keeps()
             self._check_seeds(store, name)
             self.cancel_ahead()

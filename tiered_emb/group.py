@@ -115,6 +115,7 @@ class TableGroup(Upkeep):
     def forget_threads(self) -> None:
         """As `forks.Forkable.forget_threads`."""
         self.deduping, self.updating = threading.Lock(), threading.Lock()
+        self.moves.saving = None
 
     @property
     def top(self) -> Tier:

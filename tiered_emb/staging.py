@@ -11,13 +11,16 @@ trainer's know nothing of each other; the order between them is kept here:
 
 The host waits in the last of these only, and only the thread that moves rows does.
 
-Threads: rows are moved by whoever holds the road; `working` is for any thread, on its current stream.
+Threads: rows are moved by whoever holds the road, and read by whoever trains too, before it changes rows of a state
+that is being written (:mod:`tiered_emb.saving`). The blocks are one thread's at a time. `working` is for any thread, on
+its current stream.
 
 Shapes: N rows, W floats of a row, S slots.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,11 +172,13 @@ class Staging:
         copies.share(weight)
         copies.share(state)
         self._blocks = deque(_Block(copies, self._block_rows, row_floats) for _ in range(_BLOCKS))
+        self._moving = threading.Lock()  # held by whose rows are in the blocks
 
     def write(self, slots: Slots, rows: Rows, put: Enqueue) -> None:
         """Send rows (N, W) for slots (N,); `put` takes slots and rows, both on the device, and enqueues the rest."""
-        for part in self._parts(len(slots)):
-            self._send(torch.from_numpy(slots[part]), torch.from_numpy(rows[part]), put)
+        with self._moving:
+            for part in self._parts(len(slots)):
+                self._send(torch.from_numpy(slots[part]), torch.from_numpy(rows[part]), put)
 
     def _send(self, slots: torch.Tensor, rows: torch.Tensor, put: Enqueue) -> None:
         block, n = self._next_block(), len(slots)
@@ -187,12 +192,13 @@ class Staging:
     def read(self, slots: Slots, out: Rows, take: Enqueue) -> None:
         """Fetch the rows of slots (N,) into `out` (N, W); `take` is given slots and the place for their rows, both on
         the device, and enqueues the rest."""
-        try:
-            for part in self._parts(len(slots)):
-                self._fetch(torch.from_numpy(slots[part]), torch.from_numpy(out[part]), take)
-        finally:
-            for block in self._blocks:
-                block.finish()
+        with self._moving:
+            try:
+                for part in self._parts(len(slots)):
+                    self._fetch(torch.from_numpy(slots[part]), torch.from_numpy(out[part]), take)
+            finally:
+                for block in self._blocks:
+                    block.finish()
 
     def _fetch(self, slots: torch.Tensor, out: torch.Tensor, take: Enqueue) -> None:
         block, n = self._next_block(), len(slots)

@@ -10,9 +10,9 @@ shard would cost more than all the rest. `replay_segments` adds a few segments t
 follow a writer. By then tombstones were buried, and one may have been deleted since, so nothing in the index tells a
 row that is new from an old copy of a deleted one that compaction has moved. Epochs do: the rows of a group are first
 written in segments that are committed in the order of their numbers, so a reader has seen every change up to the
-greatest epoch it was shown (`GroupRows.seen_epoch`). A moved row up to that epoch is known to it, or was deleted. (Rows
-of a state that was begun may come later. They are not moved ones; if they were by the time that the reader looks again,
-it starts over: `storage.row_log.reader`.)
+greatest epoch it was shown (`GroupRows.seen_epoch`). A moved row up to that epoch is known to it, or was deleted. Only
+segments of a state that was begun come later than their numbers say (`row_log.begun`); they are replayed like others,
+before what was moved out of them, and a reader that has missed one which is gone starts over (`row_log.reader`).
 
 Owned by the store's lock. After an error of `replay_log` groups are empty, after one of `replay_segments` as before.
 """

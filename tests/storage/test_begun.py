@@ -134,6 +134,44 @@ def test_abandoned_it_leaves_its_rows_where_nothing_newer_was_put(tmp_path: Path
         assert held(store) == {2: 2.0}
 
 
+def test_a_flush_after_it_covers_what_was_committed_before_it_was_complete(tmp_path: Path) -> None:
+    config = StoreConfig(write_buffer_bytes=1 << 22)
+    store = LmdbStore(tmp_path / "st", durability="snapshot", config=config)
+    table = store.open_table("t", SCHEMA)
+    with store:
+        put(store, table, {1: 1.0})
+        store.snapshot("before")
+        store.begin_state({table.group: 1})
+        with store.bulk(table.group, 100):  # at whose end its segments are sealed
+            put(store, table, dict.fromkeys(range(100, 200), 9.0))
+        store.drop_snapshot("before")  # commits them
+        give(store, table, {1: 2.0})
+        store.complete_state()
+        store.flush()
+        store.abandon()
+    store = LmdbStore(tmp_path / "st", durability="snapshot", config=config)
+    with store:
+        assert held(store) == {1: 2.0} | dict.fromkeys(range(100, 200), 9.0)
+
+
+def test_a_store_that_makes_states_by_itself_makes_none_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.row_log.committer._DEAD_BYTES", 1 << 14)
+    store, table = opened(tmp_path / "st", "commit")
+    then = dict.fromkeys(range(2000), 1.0)
+    with store:
+        put(store, table, then)
+        store.begin_state({table.group: 1})
+        for value in range(2, 12):
+            put(store, table, dict.fromkeys(then, float(value)))
+        give(store, table, {0: 1.5})
+        store.complete_state(snapshot="s")
+        with store.at("s") as view:
+            assert held(view) == then | {0: 1.5}
+        assert held(store) == dict.fromkeys(then, 11.0)
+
+
 REFUSED: dict[str, Callable[[LmdbStore, TableRef], object]] = {
     "begin": lambda store, table: store.begin_state({table.group: 1}),
     "flush": lambda store, table: store.flush(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,27 @@ def test_each_way_of_a_row_into_the_state(tmp_path: Path) -> None:
         training.close()
 
 
+def test_rows_that_get_other_slots_of_a_lowered_tier_are_marked_there(tmp_path: Path) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        fresh = training.rows()
+        training.train(60)
+        then = training.rows()
+        state = training.begun()
+        with training.engine.road:
+            group, tier = training.group, training.group.top
+            group.release_dropped()
+            gone = tier.shrink(tier.directory.rows - 30)  # of which floors would keep these
+            assert len(gone.ids) and gone.unsaved.all()
+            assert group.moves.bring_back(tier, gone) is None
+            tier.discard()
+        training.train(3)
+        state.complete("s")
+        check(training, "s", then, fresh)
+    finally:
+        training.close()
+
+
 def test_a_row_that_was_cleaned_is_not_written_again(tmp_path: Path) -> None:
     training = Training(tmp_path / "st", ddr_bytes=1 << 20)
     try:
@@ -191,6 +213,81 @@ def test_a_flush_and_a_close_wait_for_it(tmp_path: Path) -> None:
         view.get(RowIds.of(training.ref, np.arange(IDS, dtype=np.int64)), out.view(np.uint8), found)
         assert np.array_equal(out[found], then[found])
     training.store.close()
+
+
+class _Begun:
+    """A state that another thread has begun, and when it is waited for, another one."""
+
+    def __init__(self, waited: list[str], name: str, then: Any = None) -> None:
+        self._waited, self._name, self._then = waited, name, then
+
+    def wait(self) -> None:
+        self._waited.append(self._name)
+        if self._then is not None:
+            self._then()
+
+
+def test_who_waits_for_a_state_waits_for_the_one_that_was_begun_meanwhile(tmp_path: Path) -> None:
+    """Else rows are handed over that are marked still, and the state that lacks them says it is complete."""
+    training = Training(tmp_path / "st")
+    try:
+        waited: list[str] = []
+        second = _Begun(waited, "second")
+        first = _Begun(waited, "first", lambda: setattr(training.engine, "_state", second))
+        training.engine._state = first  # type: ignore[assignment]
+        training.bag.flush()
+        assert waited == ["first", "second"]
+        assert training.engine._state is None
+    finally:
+        training.close()
+
+
+def test_a_state_that_could_not_be_begun_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        training.train(10)
+
+        def refuse(*_: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered_emb.background.Saving.__init__", refuse)
+            with pytest.raises(MemoryError):
+                training.engine.begin_state()
+        training.bag.flush()
+        training.begun().complete("s")
+    finally:
+        training.close()
+
+
+def test_a_module_that_is_dropped_leaves_the_state_to_the_others(tmp_path: Path) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        fresh = training.rows()
+        training.train(30)
+        other = TieredEmbeddingBag(IDS, 4, mode="sum", name="u", tiers=training.engine.config, device="cpu")
+        assert other._engine is training.engine
+        then, state = training.rows(), training.begun()
+        del other
+        gc.collect()
+        assert "u" not in training.engine.tables
+        state.complete("s")
+        check(training, "s", then, fresh)
+    finally:
+        training.close()
+
+
+def test_a_child_waits_for_no_state_of_its_parent(tmp_path: Path) -> None:
+    training = Training(tmp_path / "st")
+    try:
+        training.train(10)
+        state = training.begun()
+        training.engine.forget_threads()  # as a fork does in the child
+        assert training.engine._state is None
+        assert training.group.moves.saving is None
+        state.abandon()
+    finally:
+        training.close()
 
 
 def test_a_small_buffer_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,6 +484,21 @@ def test_a_crash_anywhere_leaves_a_checkpoint_that_loads(
     raise AssertionError("a save makes fewer calls than that")
 
 
+def test_a_copy_takes_no_checkpoint_along_whatever_its_tag(tmp_path: Path) -> None:
+    then = Run(TierConfig(0, BUDGET, tmp_path / "then"))
+    then.steps(4)
+    then.save(tmp_path / "saves", "then")
+    then.model.close()
+    run = Run(on_disk(tmp_path))
+    run.steps(7)
+    run.save(tmp_path / "saves", "loading")
+    state = run.state()
+    run.load(tmp_path / "saves", "then")
+    assert run.load(tmp_path / "saves", "loading").tag == "loading"
+    assert run.state() == state
+    run.model.close()
+
+
 def test_a_copy_that_fails_leaves_the_module_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(on_disk(tmp_path))
     run.steps(6)

@@ -13,6 +13,7 @@ from storage import HeapStore, LmdbStore
 from storage.errors import StoreFullError
 from tests.tiered_emb.test_checkpoint import Run, on_disk
 from tiered_emb import CheckpointError, TierConfig, list_checkpoints
+from tiered_emb.checkpoint_files import Folder, Manifest
 
 
 @pytest.mark.parametrize("hbm", [0, "16KiB"])
@@ -95,6 +96,48 @@ def test_a_failure_is_told_once_and_the_checkpoint_before_stays(
     one.load(tmp_path / "ck")
     assert one.state() == state
     one.model.close()
+
+
+@pytest.mark.parametrize("verb", ["close", "flush"])
+def test_the_store_stays_until_the_files_are_whole(tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Run(on_disk(tmp_path))
+    one.steps(5)
+    one.save(tmp_path / "ck", "a")
+    finish, waited = Folder.finish, []
+
+    def finish_late(self: Folder, manifest: Manifest) -> None:
+        thread = threading.Thread(target=one.model.close if verb == "close" else one.model.users.flush)
+        thread.start()
+        thread.join(0.2)
+        waited.append((thread, thread.is_alive()))
+        finish(self, manifest)
+
+    monkeypatch.setattr(Folder, "finish", finish_late)
+    dropped = one.save(tmp_path / "ck", "b", background=True, keep_last=1).wait().dropped
+    waited[0][0].join()
+    assert waited[0][1]
+    assert dropped == ("a",)
+    one.model.close()
+    with LmdbStore(tmp_path / "rows") as store:
+        assert [found.name.rpartition(":")[2] for found in store.snapshots()] == ["b"]
+
+
+def test_without_a_thread_there_is_no_checkpoint_and_nothing_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Run(on_disk(tmp_path))
+    one.steps(5)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            one.save(tmp_path / "ck", "a", background=True)
+    one.save(tmp_path / "ck", "b", background=True).wait()
+    one.model.close()
+    assert [found.tag for found in list_checkpoints(tmp_path / "ck")] == ["b"]
 
 
 def test_rows_in_memory_are_written_before_it_returns(tmp_path: Path) -> None:

@@ -115,6 +115,40 @@ def test_rows_move_after_the_work_that_was_given_before_them() -> None:
     assert not copies.used_since_run
 
 
+class MetCopies(PlainCopies):
+    """Copies in the middle of which a thread waits until others have come as far, or cannot."""
+
+    def __init__(self) -> None:
+        self.inside = self.most = 0
+        self._changed = threading.Condition()
+
+    def run(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most > 1, 0.2)
+        work()
+        with self._changed:
+            self.inside -= 1
+
+
+def test_who_reads_beside_who_writes_gets_blocks_of_its_own() -> None:
+    """The trainer reads rows that it is about to change for a state that is being written, and has no road."""
+    slab, copies = slab_of(64), MetCopies()
+    slab.weight[:] = torch.arange(64.0)[:, None]
+    tier = Tier("hbm", Directory(64, "lru"), slab)
+    tier._staging = Staging(copies, slab.weight, slab.state)
+    out = np.full((4, 4), np.nan, np.float32)
+    reading = threading.Thread(target=tier.read, args=(np.arange(4, dtype=np.int32), out))
+    reading.start()
+    tier.write(np.arange(32, 36, dtype=np.int32), np.full((4, 4), 9.0, np.float32))
+    reading.join()
+    assert copies.most == 1
+    assert np.array_equal(out[:, :3], np.repeat(np.arange(4, dtype=np.float32)[:, None], 3, 1))
+    assert np.array_equal(slab.weight[32:36].numpy(), np.full((4, 3), 9, np.float32))
+
+
 def test_work_that_fails_is_waited_for_too() -> None:
     slab, copies = slab_of(64), LateCopies()
     tier = Tier("hbm", Directory(64, "lru"), slab)
