@@ -111,9 +111,11 @@ class BackgroundState:
             self._store.begin_state(rows)
             try:
                 for group in self._groups:
-                    group.moves.saving = Saving(group.cold, max(1, buffer_rows[group.number]), group.row_width)
-                    for tier in group.tiers:
-                        np.copyto(tier.unsaved, tier.dirty)
+                    saving = Saving(group.cold, max(1, buffer_rows[group.number]), group.row_width)
+                    with group.updating:  # of another module, perhaps
+                        group.moves.saving = saving
+                        for tier in group.tiers:
+                            np.copyto(tier.unsaved, tier.dirty)
             except BaseException:  # no memory for the buffers
                 self.abandon()
                 raise
@@ -185,9 +187,10 @@ class BackgroundState:
             raise saving.error
 
     def abandon(self) -> None:
-        """Give it up, where it is not made."""
-        self._abandon()
-        self.end()
+        """Give it up, where it is not made; nothing once it has ended, since another one may be begun by then."""
+        if not self._ended.is_set():
+            self._abandon()
+            self.end()
 
     def _abandon(self) -> None:
         with self._road, Uninterrupted():

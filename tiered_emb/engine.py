@@ -110,6 +110,7 @@ class Engine(States):
         """As `forks.Forkable.forget_threads`."""
         self._state = None  # which the parent completes
         for group in self.groups.values():
+            group.moves.saving = None
             group.forget_threads()
 
     @classmethod

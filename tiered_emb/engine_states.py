@@ -67,8 +67,9 @@ class States:
             groups = list(self.groups.values())
             rows = reserve(groups, self.config.ddr_budget_bytes, self._budget.make_room, self.cancel_ahead)
             state = BackgroundState(self.road, self.store, groups, note_of(self.progress))
-            state.begin(rows)
-            self._state = state
+            with Uninterrupted():  # else it would be begun in the Store, and nobody would know of it
+                state.begin(rows)
+                self._state = state
             return state
 
     @contextmanager

@@ -217,7 +217,7 @@ class _Walk:
             for page, nodes in self._leaves(what, tree, counts):
                 counts[3] += len(nodes)
                 self._check_flags(what, page, nodes, named)
-                counts[2] += self._take_large(nodes, headers)
+                counts[2] += self._take_large(nodes, headers, shorter=bool(tree.flags & _INTEGER_KEYS))
                 if wants_values:
                     yield from self._values(page, nodes, named)
         expected = [tree.branch_pages, tree.leaf_pages, tree.large_pages, tree.entries]
@@ -283,20 +283,30 @@ class _Walk:
 
     # ---- values
 
-    def _take_large(self, nodes: NDArray[np.int64], headers: bool) -> int:
-        """Note the runs of large values, and check what is in front of them; how many pages they take."""
+    def _take_large(self, nodes: NDArray[np.int64], headers: bool, *, shorter: bool) -> int:
+        """Note the runs of large values, and check what is in front of them; how many pages they take.
+
+        Args:
+            shorter: whether values may take fewer pages than they have: in its free list LMDB makes some shorter.
+        """
         large = nodes[nodes[:, FLAGS] & IS_LARGE != 0]
         firsts = large[:, PAGE]
         counts = (PAGE_HEADER_BYTES - 1 + large[:, VALUE_BYTES]) // self._page_bytes + 1
+        self._check_inside(firsts, counts)
+        for at, first in enumerate(firsts.tolist()) if headers else ():
+            header = os.pread(self._file, PAGE_HEADER_BYTES, first * self._page_bytes)
+            if shorter:
+                counts[at] = max(counts[at], pages_of_run(header))
+            if not run_begins(header, first, int(counts[at])):
+                raise self._damaged(first, "the header of a large value is another one")
+        self._check_inside(firsts, counts)
+        self._runs.append((firsts, counts))
+        return int(counts.sum())
+
+    def _check_inside(self, firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         outside = (firsts < _FIRST_PAGE) | (firsts >= self._pages) | (firsts + counts > self._pages)
         if outside.any():
             raise self._damaged(int(firsts[outside][0]), "a large value lies there, in part outside of the file")
-        self._runs.append((firsts, counts))
-        for first, count in zip(firsts.tolist(), counts.tolist(), strict=True) if headers else ():
-            header = os.pread(self._file, PAGE_HEADER_BYTES, first * self._page_bytes)
-            if not run_begins(header, first, count):
-                raise self._damaged(first, "the header of a large value is another one")
-        return int(counts.sum())
 
     def _values(self, page: NDArray[np.uint8], nodes: NDArray[np.int64], named: bool) -> Iterator[tuple[bytes, bytes]]:
         """Keys and values of a leaf; of the main tree's only the records of databases, b"" in place of other values."""
@@ -341,6 +351,12 @@ class _Walk:
             f"{self._data}: the free list has an entry of transaction {transaction} with {seen}: "
             "the file is damaged, restore it from a copy"
         )
+
+
+def pages_of_run(header: bytes) -> int:
+    """How many pages the 16 bytes in front of a large value say that it has."""
+    *_, low, high = _PAGE.unpack(header)
+    return int(low | high << 16)
 
 
 def run_begins(header: bytes, first: int, count: int) -> bool:

@@ -101,7 +101,11 @@ def read_nodes(page: Any, branch: Any, integers: Any, nodes: Any, sizes: Any) ->
             return count, 2
         sizes[at] = size + (size & 1)
         if not branch:
-            if (8 + key_bytes + value > largest) != (flags & IS_LARGE != 0):
+            # In its free list LMDB leaves a value that it has made shorter, in the same transaction, where it was.
+            is_large = flags & IS_LARGE != 0
+            if (8 + key_bytes + value > largest and not is_large) or (
+                8 + key_bytes + value <= largest and is_large and not integers
+            ):
                 return count, 5
             nodes[i, FLAGS], nodes[i, VALUE_AT], nodes[i, VALUE_BYTES] = flags, at + 8 + key_bytes, value
             nodes[i, PAGE] = _u64(page, at + 8 + key_bytes) if flags & IS_LARGE else -1

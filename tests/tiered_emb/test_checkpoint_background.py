@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from storage import HeapStore, LmdbStore
 from storage.errors import StoreFullError
 from tests.tiered_emb.test_checkpoint import Run, on_disk
 from tiered_emb import CheckpointError, TierConfig, list_checkpoints
+from tiered_emb.background import BackgroundState
 from tiered_emb.checkpoint_files import Folder, Manifest
 
 
@@ -82,7 +85,7 @@ def test_a_failure_is_told_once_and_the_checkpoint_before_stays(
         with monkeypatch.context() as patch:
             patch.setattr(LmdbStore, "complete_state", refuse)
             pending = one.save(tmp_path / "ck", "lost", background=True)
-            pending._thread.join()
+            pending.join()
         if ask == "wait":
             with pytest.raises(StoreFullError, match="no room"):
                 pending.wait()
@@ -156,4 +159,69 @@ def test_its_thread_ends_with_it(tmp_path: Path) -> None:
     one.steps(5)
     one.save(tmp_path / "ck", background=True).wait()
     assert not [thread for thread in threading.enumerate() if thread.name == "tiered-emb-checkpoint"]
+    one.model.close()
+
+
+@pytest.mark.parametrize("when", ["it begins", "its thread is made"])
+def test_what_cuts_the_call_short_leaves_nothing_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A Ctrl-C while rows are marked, or no memory for a thread: training goes on, and is flushed and saved as ever."""
+    one = Run(on_disk(tmp_path))
+    one.steps(5)
+    begin, start = LmdbStore.begin_state, threading.Thread.start
+
+    def interrupted(store: LmdbStore, rows: Any) -> None:
+        begin(store, rows)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "tiered-emb-checkpoint":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbStore, "begin_state", interrupted if when == "it begins" else begin)
+        patch.setattr(threading.Thread, "start", refused if when == "its thread is made" else start)
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            one.save(tmp_path / "ck", "a", background=True)
+    one.steps(2)
+    one.model.users.flush()
+    one.save(tmp_path / "ck", "b")
+    expected = one.state()
+    one.steps(2)
+    one.load(tmp_path / "ck", "b")
+    assert one.state() == expected
+    one.model.close()
+
+
+def test_a_child_does_not_wait_for_what_its_parent_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Run(on_disk(tmp_path))
+    one.steps(5)
+    go_on, complete = threading.Event(), BackgroundState.make
+
+    def later(state: BackgroundState, *arguments: Any) -> None:
+        go_on.wait()
+        complete(state, *arguments)
+
+    monkeypatch.setattr(BackgroundState, "make", later)
+    pending = one.save(tmp_path / "ck", "a", background=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        status = 1
+        try:
+            with one.model.users.engine.settled():
+                pass
+            found = list_checkpoints(tmp_path / "ck")
+            try:
+                pending.wait()
+            except CheckpointError:
+                status = 0 if not found else 2
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    go_on.set()
+    assert status == 0
+    assert pending.wait().tag == "a"
     one.model.close()
