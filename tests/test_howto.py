@@ -83,22 +83,26 @@ def _scripts(text: str) -> list[list[str]]:
     return found
 
 
+def _followed(place: Path, kind: str, script: str, code: str = "0") -> subprocess.CompletedProcess[str]:
+    """What a command of a page says where it is given, with the exit code that the page promises."""
+    command = ["-m", "tiered_emb", *shlex.split(script)[1:]] if kind == "sh" else ["-c", script]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", *command],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == int(code), (script, result.stdout, result.stderr)
+    return result
+
+
 def test_a_store_is_looked_after_as_the_page_says(tmp_path: Path) -> None:
     said = []
     for kind, script, code in _scripts((ROOT / "docs" / "howto" / "look-after-a-store.md").read_text()):
-        words = shlex.split(script)[1:] if kind == "sh" else []
-        command = ["-m", "tiered_emb", *words] if kind == "sh" else ["-c", script]
-        result = subprocess.run(
-            [sys.executable, "-W", "error", *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == int(code), (script, result.stdout, result.stderr)
-        said.append(result.stdout)
+        said.append(_followed(tmp_path, kind, script, code).stdout)
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     damaged = [text for text in said if "DAMAGED in 1 place" in text]
     assert len(damaged) == 1
@@ -108,18 +112,7 @@ def test_a_store_is_looked_after_as_the_page_says(tmp_path: Path) -> None:
 def test_states_are_kept_and_gone_back_to_as_the_page_says(tmp_path: Path) -> None:
     said = []
     for kind, script, code in _scripts((ROOT / "docs" / "howto" / "go-back.md").read_text()):
-        words = shlex.split(script)[1:] if kind == "sh" else []
-        command = ["-m", "tiered_emb", *words] if kind == "sh" else ["-c", script]
-        result = subprocess.run(
-            [sys.executable, "-W", "error", *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == int(code), (script, result.stdout, result.stderr)
+        result = _followed(tmp_path, kind, script, code)
         said.append(result.stdout + result.stderr)
     assert any('{"tables": {"ads": {"put": 500, "deleted": 1}}}' in text for text in said)
     assert any("ads\t19999\tdeleted" in text for text in said)
@@ -132,31 +125,13 @@ def test_a_store_is_used_by_itself_as_the_page_says(tmp_path: Path) -> None:
     scripts = [body for _, body, _ in _scripts((ROOT / "docs" / "howto" / "use-a-store.md").read_text())]
     assert len(scripts) == 2
     for script in (scripts[0], scripts[0].split("with LmdbStore")[0] + scripts[1]):
-        result = subprocess.run(
-            [sys.executable, "-W", "error", "-c", script],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == 0, (script, result.stdout, result.stderr)
+        _followed(tmp_path, "python", script)
 
 
 def test_training_is_saved_and_gone_on_with_as_the_page_says(tmp_path: Path) -> None:
     scripts = [body for _, body, _ in _scripts((ROOT / "docs" / "howto" / "checkpoint.md").read_text())]
     assert len(scripts) == 2
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(scripts)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = _followed(tmp_path, "python", "\n".join(scripts))
     assert result.stdout == "['step-30', 'step-40']\n"
 
 
@@ -165,14 +140,4 @@ def test_a_store_is_exported_as_the_page_says(tmp_path: Path) -> None:
     scripts = _scripts((ROOT / "docs" / "howto" / "export-a-store.md").read_text())
     assert [kind for kind, _, _ in scripts] == ["python", *["sh"] * 5, "python"]
     for kind, script, code in scripts:
-        command = ["-m", "tiered_emb", *shlex.split(script)[1:]] if kind == "sh" else ["-c", script]
-        result = subprocess.run(
-            [sys.executable, "-W", "error", *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == int(code), (script, result.stdout, result.stderr)
+        _followed(tmp_path, kind, script, code)

@@ -29,6 +29,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -204,16 +205,7 @@ def save_checkpoint(
             if not rows_only:
                 beside |= {"dense": dense_state(model, modules), "random": random_states()}
             begun = _begin(folder, tag, modules, beside, rows if background else None)
-
-        def complete() -> Checkpoint:
-            try:
-                manifest = begun.complete()
-                dropped = _drop_older(folder, engines, keep_last)
-            finally:  # and not before: who goes back, or closes a store, would leave a manifest without its snapshot
-                for one in begun.rows:
-                    one.state.end()
-            return replace(_described(folder, manifest), extra=extra, dropped=tuple(dropped))
-
+        complete = partial(_complete, begun, engines, keep_last, extra)
         if not background:
             return complete()
         with Uninterrupted():
@@ -358,6 +350,17 @@ def _begin(folder: Folder, tag: str, modules: Modules, beside: dict[str, Any], r
     step = max(module.steps for module in modules.values())
     entries = {name: module_entry(module, engines.index(module.engine)) for name, module in modules.items()}
     return _Begun(folder, tag, now_s(), step, entries, list(rows or ()), stores)
+
+
+def _complete(begun: _Begun, engines: list[Engine], keep_last: int | None, extra: Any) -> Checkpoint:
+    """Steps 2 to 4."""
+    try:
+        manifest = begun.complete()
+        dropped = _drop_older(begun.folder, engines, keep_last)
+    finally:  # and not before: who goes back, or closes a store, would leave a manifest without its snapshot
+        for one in begun.rows:
+            one.state.end()
+    return replace(_described(begun.folder, manifest), extra=extra, dropped=tuple(dropped))
 
 
 def _own_stores(engines: list[Engine], folder: Folder) -> list[tuple[Engine, Path]]:

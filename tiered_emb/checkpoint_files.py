@@ -24,21 +24,31 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
+from storage.whole_files import ManifestKind, sync_directory, write_json
 from tiered_emb.errors import CheckpointError, ConfigError
 
 MANIFEST, DENSE, TIERS = "manifest.json", "dense.pt", "tiers.npz"
 
-_FORMAT, _VERSION = "tiered-emb checkpoint", 1
 _FOLDER, _FOLDER_FORMAT = "checkpoints.json", "tiered-emb checkpoints"
 LEAVING = ".tmp"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}")
 _RESERVED = re.compile(r"rows(-[0-9]+)?")
+
+_KIND = ManifestKind(
+    "a checkpoint",
+    "tiered-emb checkpoint",
+    1,
+    lambda data: hashlib.sha256(data).hexdigest(),
+    CheckpointError,
+    CheckpointError,
+    "; put it back from a copy, or remove its directory",
+)
 
 
 @dataclass(frozen=True)
@@ -120,35 +130,20 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The file's contents as plain JSON types."""
-        body = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return {**body, "checksum": _checksum(body)}
+        return _KIND.seal(asdict(self))
 
     @classmethod
     def from_json(cls, data: Any, where: Path) -> Manifest:
         """Check and read a file's contents. Raises CheckpointError."""
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise CheckpointError(f'{where} is not the manifest of a checkpoint: expected "format": "{_FORMAT}" in it')
-        if data.get("version") != _VERSION:
-            raise CheckpointError(f"{where} has version {data.get('version')}: this program reads version {_VERSION}")
-        stored = data.pop("checksum", None)
-        if stored != _checksum(data):
-            raise CheckpointError(
-                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}; put it back from "
-                f"a copy, or remove {where.parent}"
-            )
-        modules = {name: _entry(ModuleEntry, one, tables=TableEntry) for name, one in data["modules"].items()}
-        stores = [_entry(StoreEntry, one, tiers=TierEntry) for one in data["stores"]]
-        rest = {name: data[name] for name in ("tag", "number", "time_s", "step", "files")}
+        body = _KIND.check(data, where)
+        modules = {name: _entry(ModuleEntry, one, tables=TableEntry) for name, one in body["modules"].items()}
+        stores = [_entry(StoreEntry, one, tiers=TierEntry) for one in body["stores"]]
+        rest = {name: body[name] for name in ("tag", "number", "time_s", "step", "files")}
         return cls(**rest, modules=modules, stores=stores)
 
 
 def _entry(kind: Callable[..., Any], data: dict[str, Any], **parts: Callable[..., Any]) -> Any:
     return kind(**{**data, **{name: [part(**one) for one in data[name]] for name, part in parts.items()}})
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 class Folder:
@@ -165,9 +160,8 @@ class Folder:
             raise CheckpointError(f"{path} is a file: expected a directory of checkpoints, or a path to make one at")
         if create and not (self.path / _FOLDER).exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            _write_json(self.path / _FOLDER, {"format": _FOLDER_FORMAT, "version": 1, "id": uuid4().hex[:12]})
-            _sync(self.path)
-            _sync(self.path.parent)
+            write_json(self.path / _FOLDER, {"format": _FOLDER_FORMAT, "version": 1, "id": uuid4().hex[:12]})
+            sync_directory(self.path.parent)
         try:
             self.id = str(json.loads((self.path / _FOLDER).read_text())["id"])
         except FileNotFoundError:
@@ -252,22 +246,21 @@ class Folder:
     def finish(self, manifest: Manifest) -> None:
         """Make the checkpoint whole whose other files are written, at once and durably."""
         place = self.path / (manifest.tag + LEAVING)
-        _write_json(place / MANIFEST, manifest.to_json())
-        _sync(place)
+        write_json(place / MANIFEST, manifest.to_json())
         os.rename(place, self.path / manifest.tag)
-        _sync(self.path)
+        sync_directory(self.path)
 
     def withdraw(self, tags: Iterable[str]) -> None:
         """Have checkpoints be none any more, durably; `clean` removes their files, `restore` takes it back."""
         for tag in tags:
             os.rename(self.path / tag, self.path / (tag + LEAVING))
-        _sync(self.path)
+        sync_directory(self.path)
 
     def restore(self, tags: Iterable[str]) -> None:
         """Take `withdraw` back."""
         for tag in tags:
             os.rename(self.path / (tag + LEAVING), self.path / tag)
-        _sync(self.path)
+        sync_directory(self.path)
 
     def clean(self) -> None:
         """Remove what was begun and not finished, or withdrawn."""
@@ -305,23 +298,3 @@ def _is_tag(name: str) -> bool:
 def _description(place: Path) -> dict[str, Any]:
     with open(place, "rb") as file:
         return {"bytes": place.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _write_json(place: Path, data: dict[str, Any]) -> None:
-    """Replace a file, durably but for its name."""
-    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    temporary = place.with_name(place.name + LEAVING)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, place)
-
-
-def _sync(directory: Path) -> None:
-    """Make names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -249,9 +249,8 @@ class Tier:
         self.counters.add("rows", gone.tables, -1)
         self.admission.resize(capacity_rows)
         victims = self._leaving(gone.slots, gone.tables, gone.ids)
-        self.dirty[capacity_rows:] = self.unsaved[capacity_rows:] = (
-            False  # in place: whoever trains may be marking rows of pinned slots
-        )
+        for marks in self.dirty, self.unsaved:  # in place: whoever trains may be marking rows of pinned slots
+            marks[capacity_rows:] = False
         return victims
 
     def discard(self) -> None:

@@ -16,13 +16,17 @@ from typing import Any
 from uuid import UUID
 
 from storage.errors import CorruptExportError, ExportError, StorageError
-from storage.row_log.hashing import checksum
+from storage.row_log.hashing import checksum, hex_checksum
 from storage.row_log.snapshots import Origin, check_name
 from storage.schema import RowSchema, table_number
+from storage.whole_files import ManifestKind, write_json
 
-FORMAT, VERSION = "tiered-emb export", 1
 NAME = "manifest.json"
 FULL, DELTA = "full", "delta"
+
+_KIND = ManifestKind(
+    "an export", "tiered-emb export", 1, hex_checksum, ExportError, CorruptExportError, "; copy it once more"
+)
 
 _CHAINED_BYTES = 1 << 20
 
@@ -85,8 +89,6 @@ class ExportManifest:
     def to_json(self) -> dict[str, Any]:
         """The file's contents as plain JSON types."""
         body: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
             "kind": self.kind,
             "store": str(self.store),
             "snapshot": {
@@ -105,7 +107,7 @@ class ExportManifest:
             ],
             "files": [asdict(file) for file in self.files],
         }
-        return {**body, "checksum": _checksum(body)}
+        return _KIND.seal(body)
 
     @classmethod
     def from_json(cls, data: Any, where: Path) -> ExportManifest:
@@ -115,17 +117,9 @@ class ExportManifest:
             ExportError: they are something else, or of a newer version.
             CorruptExportError: they are ours and damaged.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ExportError(f'{where} is not the manifest of an export: expected "format": "{FORMAT}" in it')
-        stored = data.pop("checksum", None)
-        if stored != _checksum(data):
-            raise CorruptExportError(
-                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}; copy it once more"
-            )
-        if data.get("version") != VERSION:
-            raise ExportError(f"{where} has version {data.get('version')}: this program reads version {VERSION}")
+        body = _KIND.check(data, where)
         try:
-            return cls._of(data)
+            return cls._of(body)
         except (KeyError, TypeError, ValueError, StorageError) as error:
             raise CorruptExportError(f"{where} is damaged: {error}") from error
 
@@ -153,10 +147,7 @@ class ExportManifest:
 
     def save(self, directory: Path) -> None:
         """Write the file, durably. Raises OSError."""
-        with open(directory / NAME, "w", encoding="utf-8") as file:
-            file.write(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_json(directory / NAME, self.to_json())
 
 
 def load_export(path: str | os.PathLike[str]) -> ExportManifest:
@@ -231,8 +222,3 @@ class Chain:
         """16 hexadecimal digits of the bytes so far."""
         rest = memoryview(self._block)[: self._filled]
         return f"{checksum(rest, self._value) if self._filled else self._value:016x}"
-
-
-def _checksum(body: dict[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return f"{checksum(canonical.encode()):016x}"

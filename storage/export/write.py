@@ -21,10 +21,10 @@ from storage.errors import StorageError, StoreConfigError, disk_error
 from storage.export.ahead import ahead
 from storage.export.columns import DELETED, ID, TABLE, Block, arrow, file_schema
 from storage.export.manifest import DELTA, FULL, NAME, Chain, ExportFile, ExportManifest, Progress
-from storage.row_log.manifest import sync_directory
 from storage.row_log.snapshots import Origin
 from storage.snapshot import Snapshot, SnapshotView
 from storage.store import RowBytes, RowIds
+from storage.whole_files import sync_directory
 
 if TYPE_CHECKING:
     from storage.lmdb_store import LmdbStore
@@ -115,7 +115,7 @@ def _new_directory(target: Path) -> Iterator[Path]:
 def _remove_left_over(written: Path) -> None:
     """What an export left that was killed; anything else is not ours to remove."""
     names = os.listdir(written) if written.is_dir() else ["no directory"]
-    if foreign := sorted(name for name in names if name != NAME and not name.endswith(".parquet")):
+    if foreign := sorted(name for name in names if name not in (NAME, NAME + ".tmp") and not name.endswith(".parquet")):
         raise StoreConfigError(
             f"{written}, where an export is written first, is there and holds {foreign[0]!r}: remove it"
         )

@@ -71,10 +71,10 @@ class Begun:
 
         Requires: the lock.
         """
-        places = group.index.find(
-            group.segments.lines, np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
-        )
-        superseded = group.segments.lines[(places >> np.uint64(ROW_BITS)).astype(np.int64), NUMBER] > self.epoch
-        if known is not None:
+        if known is not None and not known.all():
+            places = group.index.find(
+                group.segments.lines, np.ascontiguousarray(rows.tables), np.ascontiguousarray(rows.ids)
+            )
+            superseded = group.segments.lines[(places >> np.uint64(ROW_BITS)).astype(np.int64), NUMBER] > self.epoch
             inserted += int((superseded & ~known).sum())
         self.rows[group.group] += inserted

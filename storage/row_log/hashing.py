@@ -118,3 +118,8 @@ def checksum(data: bytes | memoryview | NDArray[np.uint8], seed: int = 0) -> int
     if len(array) % 8:
         array = np.concatenate([array, np.zeros(-len(array) % 8, np.uint8)])
     return int(_checksum(np.uint64(array.ctypes.data), np.uint64(len(array)), np.uint64(seed)))
+
+
+def hex_checksum(data: bytes) -> str:
+    """The same, as the 16 hexadecimal digits of a manifest."""
+    return f"{checksum(data):016x}"

@@ -28,9 +28,9 @@ from storage.errors import disk_error
 from storage.id_index import MAX_SHARDS, USED, IdIndex
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.hashing import checksum
-from storage.row_log.manifest import sync_directory
 from storage.row_log.places import CODES, COUNT, EPOCH, IDS, LIVE, MAX_SLOTS, NUMBER, ROWS, WIDTHS, SegmentTable
 from storage.row_log.segment import HEADER_BYTES, stride_of
+from storage.whole_files import sync_directory
 
 _MAGIC, _VERSION = b"TEINDEX\0", 1
 _HEADER = struct.Struct("<8sII16s16sQQQQQ")

@@ -1,8 +1,7 @@
 """manifest.json: what a store is, and which tables it holds. Its presence is what makes a directory a store.
 
-It is written to a temporary file, fsynced, renamed over the old one, and the directory fsynced: there is always a
-whole one, the old or the new. It is written last when a store is created, so that a directory without it never held a
-row of ours.
+It is replaced as a whole (`storage.whole_files`): there is always one, the old or the new. It is written last when a
+store is created, so that a directory without it never held a row of ours.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from typing import Any
 from uuid import UUID
 
 from storage.errors import CorruptSegmentError, NotAStoreError, StorageError, StoreMissingError
-from storage.row_log.hashing import checksum
+from storage.row_log.hashing import hex_checksum
 from storage.schema import RowSchema
+from storage.whole_files import ManifestKind, write_json
 
-FORMAT = "tiered-emb row log"
 VERSION = 1
 NAME, DATA_NAME, LOCK_NAME, OWNER_NAME = "manifest.json", "data.mdb", "lock.mdb", "owner"
 INDEX_NAME = "index"  # of the saved index, see `index_file`
 OUR_NAMES = frozenset({NAME, NAME + ".tmp", INDEX_NAME, INDEX_NAME + ".tmp", DATA_NAME, LOCK_NAME, OWNER_NAME})
+
+_KIND = ManifestKind("a store", "tiered-emb row log", VERSION, hex_checksum, NotAStoreError, CorruptSegmentError)
 
 
 @dataclass
@@ -41,14 +42,13 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The file's contents as plain JSON types."""
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "uuid": str(self.uuid),
-            "groups": [{"group": i, **schema.to_json()} for i, schema in enumerate(self.groups)],
-            "tables": [{"name": n, "number": number, "group": g} for n, (number, g) in sorted(self.tables.items())],
-        }
-        return {**body, "checksum": _checksum(body)}
+        return _KIND.seal(
+            {
+                "uuid": str(self.uuid),
+                "groups": [{"group": i, **schema.to_json()} for i, schema in enumerate(self.groups)],
+                "tables": [{"name": n, "number": number, "group": g} for n, (number, g) in sorted(self.tables.items())],
+            }
+        )
 
     @classmethod
     def from_json(cls, data: Any, where: Path) -> Manifest:
@@ -58,19 +58,11 @@ class Manifest:
             NotAStoreError: they are something else, or of a newer version.
             CorruptSegmentError: they are ours and damaged.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise NotAStoreError(f'{where} is not the manifest of a store: expected "format": "{FORMAT}" in it')
-        if data.get("version") != VERSION:
-            raise NotAStoreError(f"{where} has version {data.get('version')}: this program reads version {VERSION}")
-        stored = data.pop("checksum", None)
-        if stored != _checksum(data):
-            raise CorruptSegmentError(
-                f"{where} is damaged: its checksum is {stored}, its contents give {_checksum(data)}"
-            )
+        body = _KIND.check(data, where)
         try:
-            groups = [RowSchema.from_json(group) for group in data["groups"]]
-            tables = {t["name"]: (int(t["number"]), int(t["group"])) for t in data["tables"]}
-            return cls(UUID(data["uuid"]), groups, tables)
+            groups = [RowSchema.from_json(group) for group in body["groups"]]
+            tables = {t["name"]: (int(t["number"]), int(t["group"])) for t in body["tables"]}
+            return cls(UUID(body["uuid"]), groups, tables)
         except (KeyError, TypeError, ValueError, StorageError) as error:
             raise CorruptSegmentError(f"{where} is damaged: {error}") from error
 
@@ -81,14 +73,7 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Replace the file, durably. Raises OSError."""
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
-        temporary = directory / (NAME + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / NAME)
-        sync_directory(directory)
+        write_json(directory / NAME, self.to_json())
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -99,15 +84,6 @@ def load_manifest(directory: Path) -> Manifest:
     except ValueError as error:
         raise NotAStoreError(f"{where} is not JSON ({error}): expected the manifest of a store") from error
     return Manifest.from_json(data, where)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def holds_store(directory: Path, read_only: bool) -> bool:
@@ -149,8 +125,3 @@ def _check_data_file(directory: Path) -> None:
         raise NotAStoreError(
             f"{data} has {size} bytes: expected at least 8192; it was cut short; restore it from a copy"
         )
-
-
-def _checksum(body: dict[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return f"{checksum(canonical.encode()):016x}"

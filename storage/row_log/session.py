@@ -37,7 +37,7 @@ from storage.row_log.config import StoreConfig
 from storage.row_log.group_rows import GroupRows
 from storage.row_log.lock import StoreLock
 from storage.row_log.log import RowLog
-from storage.row_log.manifest import Manifest, holds_store, load_manifest, sync_directory
+from storage.row_log.manifest import Manifest, holds_store, load_manifest
 from storage.row_log.owner import Owner
 from storage.row_log.parts import Parts
 from storage.row_log.pins import Pins
@@ -46,6 +46,7 @@ from storage.row_log.snapshots import SnapshotRecord
 from storage.row_log.state import State
 from storage.row_log.writer import Writer
 from storage.schema import RowSchema, table_number
+from storage.whole_files import sync_directory
 
 _OPEN: WeakSet[Session] = WeakSet()
 

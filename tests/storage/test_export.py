@@ -347,6 +347,7 @@ def test_an_export_goes_into_a_new_directory(source: LmdbStore, tmp_path: Path) 
     with pytest.raises(StoreConfigError, match=r"holds 'thesis\.doc': remove it"):
         source.export(tmp_path / "y", snapshot="s0")
     (tmp_path / "y.tmp" / "thesis.doc").rename(tmp_path / "y.tmp" / "rows-0.parquet")  # as a killed export leaves it
+    (tmp_path / "y.tmp" / "manifest.json.tmp").touch()
     source.export(tmp_path / "y", snapshot="s0")
     assert not (tmp_path / "y.tmp").exists() and not list((tmp_path / "x").iterdir())
     with pytest.raises(StoreIOError, match="could not be written"):
