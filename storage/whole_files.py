@@ -24,6 +24,7 @@ class ManifestKind:
         digest: checksum of bytes, in hexadecimal.
         foreign, damaged: errors for what is something else, or of another version; for what is ours and damaged.
         remedy: what to do about the latter; may be empty.
+        older: versions of before that are read too.
     """
 
     what: str
@@ -33,6 +34,7 @@ class ManifestKind:
     foreign: type[Exception]
     damaged: type[Exception]
     remedy: str = ""
+    older: tuple[int, ...] = ()
 
     def seal(self, body: dict[str, Any]) -> dict[str, Any]:
         """The file's contents for a body of plain JSON types."""
@@ -43,8 +45,10 @@ class ManifestKind:
         """The body of what a file holds. Raises ``foreign`` and ``damaged``."""
         if not isinstance(data, dict) or data.get("format") != self.format:
             raise self.foreign(f'{where} is not the manifest of {self.what}: expected "format": "{self.format}" in it')
-        if data.get("version") != self.version:
-            raise self.foreign(f"{where} has version {data.get('version')}: this program reads version {self.version}")
+        read = (*self.older, self.version)
+        if data.get("version") not in read:
+            listed = f"version{'s' if self.older else ''} {' and '.join(map(str, read))}"
+            raise self.foreign(f"{where} has version {data.get('version')}: this program reads {listed}")
         body = {name: value for name, value in data.items() if name != "checksum"}
         stored, found = data.get("checksum"), self._checksum(body)
         if stored != found:

@@ -79,6 +79,12 @@ _AMPLE = 2, 16  # what a shrink makes room for, so that the next one is far off
 class HostBudget:
     """See the module's essay.
 
+    Args:
+        limit_bytes, shares: the budget, and how groups share it.
+        store_bytes: what the Store will hold once so many rows more were put.
+        stored_rows: how many it has.
+        buffer_bytes: of what it holds, how much is there in proportion to the budget.
+
     Attributes:
         limit_bytes: the budget; 0 = no DDR tier, nothing is charged.
         peak_bytes: the most that was ever charged.
@@ -92,6 +98,7 @@ class HostBudget:
         shares: Shares,
         store_bytes: Callable[[int], int],
         stored_rows: Callable[[], int],
+        buffer_bytes: int,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
@@ -99,6 +106,7 @@ class HostBudget:
         self._shares = shares
         self._kind = shares.kinds[shares.lowest]
         self._store_bytes = store_bytes
+        self._buffer_bytes = buffer_bytes
         self._stored_rows, self._stored_before = stored_rows, stored_rows()
         self._groups: list[TableGroup] = []
 
@@ -138,7 +146,7 @@ class HostBudget:
         """Raise TierCapacityError unless new DDR tiers of these rows, and those there are, will have what floors keep
         and a row each beside ``other_bytes``."""
         least = max((self._least_part(schema) / self._shares.part(schema) for schema in schemas), default=0)
-        fixed = self.charged_bytes() - sum(map(_ddr_bytes, self._groups)) + other_bytes
+        fixed = self._beside_tiers(_NOTHING) + other_bytes
         if schemas and fixed + least > self.limit_bytes - self.limit_bytes // 32:
             raise self._none_fits(schemas, self._enough(fixed, least, len(self._groups) + len(schemas)))
         for group in self._groups:
@@ -152,7 +160,7 @@ class HostBudget:
         rows = min(group.tiers[-1].capacity_rows, self._kind.capacity_for(max(0, part), schema.row_bytes))
         if rows < least and self._shares.floors(schema):
             tier_bytes = self._tier_bytes(least, schema.row_bytes) / share
-            enough = max(self._enough(fixed_bytes, tier_bytes, len(self._groups)), self.limit_bytes * 9 // 8)
+            enough = self._more(fixed_bytes, tier_bytes)
             raise TierCapacityError(
                 f"min_rows of {listed(list(self._shares.floors(schema)))} are {least - 1} rows together, others need "
                 f"one, but ddr_bytes is {self.limit_bytes}, in which {rows} rows of {schema.row_bytes} bytes have "
@@ -173,17 +181,25 @@ class HostBudget:
         )
 
     def _enough(self, fixed_bytes: int, tiers_bytes: float, groups: int) -> int:
-        """A budget that suffices for tiers of ``tiers_bytes`` beside ``fixed_bytes``. Generous, because what is fixed
-        grows with the budget: a Store's buffers in proportion, the buffers of moving rows by up to an eighth of the
-        tiers; and a part is kept back from every new tier."""
-        store = self._store_bytes(0) / max(self.limit_bytes, _PROPORTIONAL_BYTES)
-        return int((fixed_bytes + tiers_bytes * 9 / 8) / max(1 / 4, 15 / 16 - store - groups / 32)) + 1
+        """A budget that suffices for tiers of ``tiers_bytes`` beside ``fixed_bytes``, as large as the Store's index is.
+
+        What is fixed grows with the budget: a Store's buffers in proportion, the buffers of moving rows by up to an
+        eighth of the tiers; and a part is kept back from every new tier.
+        """
+        buffers = self._buffer_bytes / max(self.limit_bytes, _PROPORTIONAL_BYTES)
+        other = fixed_bytes - self._buffer_bytes
+        return int((other + tiers_bytes * 9 / 8) / max(1 / 4, 15 / 16 - buffers - groups / 32)) + 1
+
+    def _more(self, fixed_bytes: int, tiers_bytes: float) -> int:
+        """What `_enough` says for the groups there are, and an eighth more than now at least: the next batches need
+        more as the index grows, and whoever starts again does not want to do that many times."""
+        return max(self._enough(fixed_bytes, tiers_bytes, len(self._groups)), self.limit_bytes * 9 // 8)
 
     def bytes_for(self, group: TableGroup, rows: int) -> int:
         """A budget that suffices for a batch that needs so many slots of a group's DDR tier."""
-        fixed = self._charged(_Demand({group.number: rows}, rows)) - sum(map(_ddr_bytes, self._groups))
+        fixed = self._beside_tiers(_Demand({group.number: rows}, rows))
         tier = self._tier_bytes(rows, group.schema.row_bytes) / self._shares.part(group.schema)
-        return max(self._enough(fixed, tier, len(self._groups)), self.limit_bytes * 9 // 8)
+        return self._more(fixed, tier)
 
     def lower_for_new(self) -> None:
         """Lower the DDR tiers to their shares of what tiers may take; the rest is for new groups."""
@@ -235,9 +251,12 @@ class HostBudget:
         held = sum(_ddr_bytes(group) for group in movable)
         rest = self._room(demand) - fixed - sum(least[group.number] for group in movable)
         if rest < 0:
+            tiers = fixed + sum(least[group.number] for group in movable)
+            enough = self._more(self._beside_tiers(demand), tiers)
             raise TierCapacityError(
                 f"the ddr tier must give up {-rest} bytes for rows on the move and the store's index, but its rows are "
-                f"held by forwards whose backward pass has not run: raise ddr_bytes, or finish those first"
+                f"held by forwards whose backward pass has not run: finish those first, or raise ddr_bytes from "
+                f"{self.limit_bytes} to {enough}"
             )
         parts = [least[group.number] + rest * _ddr_bytes(group) // held for group in movable]
         lowered = [self._lower(group, part) for group, part in zip(movable, parts, strict=True)]
@@ -258,9 +277,13 @@ class HostBudget:
         moving = sum(one.moves.staging_bytes(demand.moving.get(one.number, 0)) for one in self._groups)
         return rows + moving + self._store_bytes(demand.inserts)
 
+    def _beside_tiers(self, demand: _Demand) -> int:
+        """All that is charged with ``demand``, except for the DDR tiers."""
+        return self._charged(demand) - sum(map(_ddr_bytes, self._groups))
+
     def _room(self, demand: _Demand) -> int:
         """What the DDR tiers may take together beside ``demand``."""
-        return self.limit_bytes - self._charged(demand) + sum(_ddr_bytes(group) for group in self._groups)
+        return self.limit_bytes - self._beside_tiers(demand)
 
     def _least(self, group: TableGroup, batches: Sequence[Coming]) -> int:
         """What a DDR tier needs: its floors and a row; where batches are worked on, the coming and the pinned rows
@@ -284,13 +307,14 @@ class HostBudget:
 
     def _too_small(self, batches: Sequence[Coming]) -> TierCapacityError:
         unique, missing = sum(batch.unique for batch in batches), sum(batch.missing for batch in batches)
-        fixed = self._charged(_Demand.of(batches)) - sum(map(_ddr_bytes, self._groups))
+        fixed = self._beside_tiers(_Demand.of(batches))
         tiers = max(self._least(group, batches) / self._shares.part(group.schema) for group in self._groups)
-        enough = max(self._enough(fixed, tiers, len(self._groups)), self.limit_bytes * 9 // 8)
+        enough = self._more(fixed, tiers)
         return TierCapacityError(
             f"a batch of {unique} distinct rows, {missing} of them to be brought in, needs {enough} bytes of host "
-            f"memory with the bookkeeping, the store's index and rows held by other forwards{self._floors_kept()}, but "
-            f"ddr_bytes is {self.limit_bytes}: raise it to at least that or use smaller batches"
+            f"memory with the bookkeeping, the store's index as it is now and rows held by other forwards"
+            f"{self._floors_kept()}, but ddr_bytes is {self.limit_bytes}: raise it to at least that or use smaller "
+            f"batches"
         )
 
     def _floors_kept(self) -> str:

@@ -53,7 +53,7 @@ from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
 from tiered_emb.shares import Shares, by_number
 from tiered_emb.staging import staging_bytes
-from tiered_emb.stores import bytes_of_groups, open_store, place_of
+from tiered_emb.stores import buffer_bytes, bytes_of_groups, open_store, place_of
 from tiered_emb.tier import Slab, Tier
 from tiered_emb.trace import TraceWriter
 from tiered_emb.upkeep import Cancels
@@ -103,7 +103,13 @@ class Engine(States):
         self._workers = WorkerPool(torch.get_num_threads())
         counted = not isinstance(self.store, VolatileStore)
         store_bytes = self.store.memory_after if counted else lambda inserts: 0
-        self._budget = HostBudget(config.ddr_budget_bytes, self._shares, store_bytes, lambda: self.store.stats().rows)
+        self._budget = HostBudget(
+            config.ddr_budget_bytes,
+            self._shares,
+            store_bytes,
+            lambda: self.store.stats().rows,
+            buffer_bytes(self.store) if self._owned else 0,
+        )
         forks.remember(self)
 
     def forget_threads(self) -> None:

@@ -39,6 +39,14 @@ def open_store(config: TierConfig) -> tuple[Store, bool]:
     return LmdbStore(Path(config.store), durability="snapshot", config=sizes), True
 
 
+def buffer_bytes(store: Store) -> int:
+    """What a Store of ours holds in proportion to the host budget: what it fills and commits, and compaction's."""
+    if not isinstance(store, LmdbStore):
+        return 0
+    size = store.config.write_buffer_bytes
+    return size if store.config.compact_bytes_per_s == 0 else size * 13 // 8
+
+
 def bytes_of_groups(store: Store, groups: int, new: int, widest_row_bytes: int) -> int:
     """What a Store of ours will take for ``new`` groups beside ``groups``: its write buffer, or segments of each group
     beyond it."""

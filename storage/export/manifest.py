@@ -1,7 +1,7 @@
 """manifest.json of an export: what it holds, of which snapshot, and by which checksum each file is known.
 
-A file's checksum is a chain, so that it can be computed while the file is written and without holding it: XXH64 of its
-first MiB with seed 0, then of the next one with that as the seed, and so on.
+A file's checksum is one of the checksums of its MiBs, so that it can be computed while the file is written, without
+holding it, and by several threads when it is read.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
+
 from storage.errors import CorruptExportError, ExportError, StorageError
-from storage.row_log.hashing import checksum, hex_checksum
+from storage.row_log.hashing import checksum, hex_checksum, long_checksum
 from storage.row_log.snapshots import Origin, check_name
 from storage.schema import RowSchema, table_number
 from storage.whole_files import ManifestKind, write_json
@@ -25,10 +30,19 @@ NAME = "manifest.json"
 FULL, DELTA = "full", "delta"
 
 _KIND = ManifestKind(
-    "an export", "tiered-emb export", 1, hex_checksum, ExportError, CorruptExportError, "; copy it once more"
+    "an export",
+    "tiered-emb export",
+    2,
+    hex_checksum,
+    ExportError,
+    CorruptExportError,
+    "; copy it once more",
+    older=(1,),
 )
 
-_CHAINED_BYTES = 1 << 20
+_DIGEST_BYTES = 1 << 20
+_SPAN_BYTES = 1 << 23  # what a thread reads at a time
+_VERIFIERS = 2
 
 Progress = Callable[[int, int], None]
 
@@ -65,6 +79,7 @@ class ExportManifest:
         groups: schemas.
         tables: position in `groups` by table name.
         files: one for each schema that has something to tell.
+        version: of the format; in version 1 a file's checksum was a chain, each MiB's the seed of the next one's.
     """
 
     kind: str
@@ -80,6 +95,7 @@ class ExportManifest:
     groups: tuple[RowSchema, ...]
     tables: dict[str, int]
     files: tuple[ExportFile, ...]
+    version: int = _KIND.version
 
     @property
     def file_bytes(self) -> int:
@@ -140,6 +156,7 @@ class ExportManifest:
             groups=tuple(RowSchema.from_json(group) for group in data["groups"]),
             tables={table["name"]: int(table["group"]) for table in data["tables"]},
             files=tuple(ExportFile(**file) for file in data["files"]),
+            version=data["version"],
         )
         if manifest.kind not in (FULL, DELTA) or (manifest.kind == DELTA) != (base is not None):
             raise ValueError(f"kind {manifest.kind!r} with base {base!r}")
@@ -177,48 +194,84 @@ def verify_files(directory: Path, manifest: ExportManifest, progress: Progress) 
     """
     done = 0
     for file in manifest.files:
-        for bytes_read in _verified(directory / file.name, file):
+        for bytes_read in verified(directory / file.name, file, chained=manifest.version == 1):
             done += bytes_read
             progress(done, manifest.file_bytes)
 
 
-def _verified(path: Path, expected: ExportFile) -> Any:
+def verified(path: Path, expected: ExportFile, *, chained: bool = False) -> Iterator[int]:
+    """Read a file; how many bytes came each time. Raises as `verify_files`."""
     if not path.is_file() or path.stat().st_size != expected.bytes:
         seen = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
         raise CorruptExportError(f"{path} {seen}: expected {expected.bytes:,}; copy the export once more")
-    chain, block = Chain(), bytearray(_CHAINED_BYTES)
     with open(path, "rb", buffering=0) as file:
-        while n := file.readinto(block):
-            chain.add(memoryview(block)[:n])
-            yield n
-    if chain.digest() != expected.checksum:
+        found = yield from (_read_chain if chained else _read_spans)(file, expected.bytes)
+    if found != expected.checksum:
         raise CorruptExportError(
-            f"{path} is damaged: its checksum is {chain.digest()}, expected {expected.checksum}; copy it once more"
+            f"{path} is damaged: its checksum is {found}, expected {expected.checksum}; copy it once more"
         )
 
 
-class Chain:
+def _read_spans(file: FileIO, size: int) -> Generator[int, None, str]:
+    starts, digests = range(0, size, _SPAN_BYTES), []
+    with ThreadPoolExecutor(_VERIFIERS) as threads:
+        try:
+            for start, found in zip(starts, threads.map(partial(_span_digests, file.fileno()), starts), strict=True):
+                digests += found
+                yield min(_SPAN_BYTES, size - start)
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return _joined(digests)
+
+
+def _read_chain(file: FileIO, size: int) -> Generator[int, None, str]:
+    value = 0
+    for start in range(0, size, _DIGEST_BYTES):
+        block = os.pread(file.fileno(), _DIGEST_BYTES, start)
+        value = checksum(block, value)
+        yield len(block)
+    return f"{value:016x}"
+
+
+def _span_digests(file: int, start: int) -> list[int]:
+    """Of the blocks of one span of a file."""
+    block, digests = memoryview(bytearray(_DIGEST_BYTES)), []
+    for at in range(start, start + _SPAN_BYTES, _DIGEST_BYTES):
+        filled = 0
+        while n := os.preadv(file, [block[filled:]], at + filled):
+            filled += n
+        if filled:
+            digests.append(long_checksum(block[:filled]))
+    return digests
+
+
+def _joined(digests: list[int]) -> str:
+    return hex_checksum(np.array(digests, "<u8").tobytes())
+
+
+class FileChecksum:
     """The checksum of a file whose bytes come in order, in pieces of any size."""
 
     def __init__(self) -> None:
-        self._value = 0
-        self._block = bytearray(_CHAINED_BYTES)
+        self._digests: list[int] = []
+        self._block = bytearray(_DIGEST_BYTES)
         self._filled = 0
 
     def add(self, data: memoryview) -> None:
         """Take in the next bytes."""
         while len(data):
-            if not self._filled and len(data) >= _CHAINED_BYTES:  # straight from where they are
-                self._value, taken = checksum(data[:_CHAINED_BYTES], self._value), _CHAINED_BYTES
+            taken = min(len(data), _DIGEST_BYTES - self._filled)
+            if taken == _DIGEST_BYTES:  # straight from where they are
+                self._digests.append(long_checksum(data[:taken]))
             else:
-                taken = min(len(data), _CHAINED_BYTES - self._filled)
                 self._block[self._filled : self._filled + taken] = data[:taken]
                 self._filled += taken
-                if self._filled == _CHAINED_BYTES:
-                    self._value, self._filled = checksum(memoryview(self._block), self._value), 0
+            if self._filled == _DIGEST_BYTES:
+                self._digests.append(long_checksum(memoryview(self._block)))
+                self._filled = 0
             data = data[taken:]
 
     def digest(self) -> str:
         """16 hexadecimal digits of the bytes so far."""
         rest = memoryview(self._block)[: self._filled]
-        return f"{checksum(rest, self._value) if self._filled else self._value:016x}"
+        return _joined([*self._digests, long_checksum(rest)] if self._filled else self._digests)

@@ -20,7 +20,7 @@ import numpy as np
 from storage.errors import StorageError, StoreConfigError, disk_error
 from storage.export.ahead import ahead
 from storage.export.columns import DELETED, ID, TABLE, Block, arrow, file_schema
-from storage.export.manifest import DELTA, FULL, NAME, Chain, ExportFile, ExportManifest, Progress
+from storage.export.manifest import DELTA, FULL, NAME, ExportFile, ExportManifest, FileChecksum, Progress
 from storage.row_log.snapshots import Origin
 from storage.snapshot import Snapshot, SnapshotView
 from storage.store import RowBytes, RowIds
@@ -325,13 +325,13 @@ class _Sink:
         pa, _ = arrow()
         self.file = pa.OSFile(str(path), "wb")
         self._reading = open(path, "rb", buffering=0)  # noqa: SIM115
-        self._chain, self._size, self._block = Chain(), 0, bytearray(1 << 20)
+        self._checksum, self._size, self._block = FileChecksum(), 0, bytearray(1 << 20)
 
     def take_in(self) -> None:
         """Have the checksum cover what was written so far, and the disk begin to write it."""
         start = self._size
         while n := self._reading.readinto(self._block):
-            self._chain.add(memoryview(self._block)[:n])
+            self._checksum.add(memoryview(self._block)[:n])
             self._size += n
         # as a side effect, and the only one on pages that are not written yet
         os.posix_fadvise(self._reading.fileno(), start, self._size - start, os.POSIX_FADV_DONTNEED)
@@ -347,4 +347,4 @@ class _Sink:
         self.take_in()
         os.fsync(self._reading.fileno())
         self._reading.close()
-        return self._size, self._chain.digest()
+        return self._size, self._checksum.digest()

@@ -198,7 +198,7 @@ class Committer:
         if self._indexed:  # no longer; the commit takes its token away
             self._indexed = False
             (self._of.path / INDEX_NAME).unlink(missing_ok=True)
-        self._of.log.commit(changes)
+        self._of.log.commit(changes, early=any(group.expects_new for group in self._of.groups))
 
     def _take_batch(self, wanted: Wanted) -> _Batch:
         """What is sealed, and a state if one is wanted; all of it at one instant, so that the state lacks nothing."""

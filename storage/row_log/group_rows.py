@@ -111,6 +111,7 @@ class GroupRows:
         seen_epoch: the last change that was replayed; of this group there is none before it that was not.
         open, moving, sealed: the segments being filled, and those whose bytes are final but not committed.
         begun: the segment that takes rows as of a state that was begun, while there is one (`row_log.begun`).
+        expects_new: whether the rows that are put are new ones as a rule: stored ids are not asked for ahead.
         spare: buffers of committed segments, for the next ones.
         buffered_bytes: host memory of all buffers, also of those that a reader still holds.
         dying: slots that will be deleted.
@@ -129,6 +130,7 @@ class GroupRows:
     ) -> None:
         self.group = group
         self.filled_bytes = filled_bytes
+        self.expects_new = False
         self.row_bytes = row_bytes
         self.index = IdIndex(shards)
         self.segments = SegmentTable()
@@ -265,7 +267,7 @@ class GroupRows:
         the disk reads many at a time. A change of the index will compare them, unless the rows are known."""
         for start in range(0, len(ids), BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, len(ids))
-            if not known[start:stop].all():
+            if not (self.expects_new or known[start:stop].all()):
                 self._ask_for_ids(tables[start:stop], ids[start:stop], known[start:stop])
             for first in range(start, stop, _WRITTEN_ROWS):
                 yield slice(first, min(first + _WRITTEN_ROWS, stop))

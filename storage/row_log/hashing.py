@@ -112,12 +112,26 @@ def _checksum(address: Any, count: Any, seed: Any) -> Any:
     return xxh64(address, count, seed)
 
 
+def _whole_words(data: bytes | memoryview | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    array = np.frombuffer(data, np.uint8)
+    return np.concatenate([array, np.zeros(-len(array) % 8, np.uint8)]) if len(array) % 8 else array
+
+
 def checksum(data: bytes | memoryview | NDArray[np.uint8], seed: int = 0) -> int:
     """XXH64 of bytes, padded with zeros to a multiple of 8."""
-    array = np.frombuffer(data, np.uint8)
-    if len(array) % 8:
-        array = np.concatenate([array, np.zeros(-len(array) % 8, np.uint8)])
+    array = _whole_words(data)
     return int(_checksum(np.uint64(array.ctypes.data), np.uint64(len(array)), np.uint64(seed)))
+
+
+@njit(nogil=True, cache=True)
+def _long_checksum(address: Any, count: Any) -> Any:
+    return xxh3(address, count, np.uint64(0)) if count >= np.uint64(LONG_BYTES) else xxh64(address, count, np.uint64(0))
+
+
+def long_checksum(data: bytes | memoryview | NDArray[np.uint8]) -> int:
+    """XXH3 of bytes, padded with zeros to a multiple of 8; XXH64 of them if these are 240 or fewer."""
+    array = _whole_words(data)
+    return int(_long_checksum(np.uint64(array.ctypes.data), np.uint64(len(array))))
 
 
 def hex_checksum(data: bytes) -> str:

@@ -27,7 +27,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from storage.errors import CorruptSegmentError, NotAStoreError, StorageError, StoreIOError, disk_error
 from storage.row_log.commits import CommitRecord, Totals, commit_key, thinned, walk
+from storage.row_log.early_writes import writing_early
 from storage.row_log.lmdb_check import check_meta_pages, check_pages
 from storage.row_log.lmdb_errors import has_no_room, has_readers, oldest_reader, translate
 from storage.row_log.lmdb_pages import check_run, is_large, place_of_value
@@ -367,8 +368,11 @@ class RowLog:
         """Whether other processes have the store open for reading and are known to LMDB."""
         return has_readers(self._env)
 
-    def commit(self, what: Commit) -> None:
+    def commit(self, what: Commit, *, early: bool = False) -> None:
         """One transaction, synced. After an error nothing of it happened.
+
+        Args:
+            early: as `row_log.early_writes`.
 
         Raises:
             StoreFullError, StoreIOError, CorruptSegmentError: as the module's docstring says.
@@ -378,7 +382,8 @@ class RowLog:
         self._env.reader_check()  # a reader killed in the middle of a verb would keep every page from here on
         needed = _TREE_BYTES + sum(len(segment) for _, segment in what.segments)
         needed += sum(8 * len(snapshot.segments) for snapshot in what.snapshots)
-        with self._translated("written", needed), self._env.begin(write=True) as txn:
+        begun = writing_early(self._data) if early else nullcontext()
+        with begun, self._translated("written", needed), self._env.begin(write=True) as txn:
             for number, segment in what.segments:
                 txn.put(number.to_bytes(8, "big"), segment, db=self._segments)
             for number in what.deletes:

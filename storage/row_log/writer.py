@@ -113,6 +113,8 @@ class Writer:
         return self._waiting > 0 or self._enough_is_sealed()
 
     def _enough_is_sealed(self) -> bool:
+        if any(group.expects_new and group.sealed for group in self._of.groups):
+            return True
         sealed = sum(buffer.bytes for group in self._of.groups for buffer, _ in group.sealed)
         return 4 * sealed >= self._of.config.write_buffer_bytes
 
@@ -186,13 +188,14 @@ class Writer:
     def begin_bulk(self, group: GroupRows, rows: int) -> int:
         """See `LmdbStore.bulk`; what `end_bulk` is to be given. Requires: the lock. Raises as `open_buffer`."""
         self._check()
-        filled = group.filled_bytes
+        filled, group.expects_new = group.filled_bytes, True
         group.index.reserve(group.index.rows + rows)
         self._fill_to(group, max(filled, self._of.config.bulk_bytes()))
         return filled
 
     def end_bulk(self, group: GroupRows, filled: int) -> None:
         """Fill segments to `filled` bytes again."""
+        group.expects_new = False
         group.index.trim()
         self._fill_to(group, filled)
 

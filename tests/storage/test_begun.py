@@ -223,11 +223,11 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     state = [False]
     commit = log.RowLog.commit
 
-    def maybe(self: log.RowLog, what: log.Commit) -> None:
+    def maybe(self: log.RowLog, what: log.Commit, **how: bool) -> None:
         if state[0]:
             with self._translated("written", 1 << 40):
                 raise lmdb.MapFullError("full")
-        commit(self, what)
+        commit(self, what, **how)
 
     monkeypatch.setattr(log.RowLog, "commit", maybe)
     return state

@@ -1,6 +1,6 @@
 """Exports and imports: what comes back is what was there, or nothing has changed.
 
-`python -m tests.storage.test_export` made `golden/export_v1`: once, and never again.
+`python -m tests.storage.test_export` made `golden/export_v2`, and `export_v1` before: once, and never again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from storage import (
 )
 from storage.export import columns, read, write
 from storage.export.ahead import ahead
-from storage.export.manifest import Chain, load_export
+from storage.export.manifest import ExportFile, FileChecksum, load_export, verified
 from storage.export.read import GUARD
-from storage.row_log.hashing import checksum
+from storage.row_log.hashing import checksum, long_checksum
 from storage.testing import EXTREME_IDS, schema_of
 
 pq = pytest.importorskip("pyarrow.parquet")
 
 CONFIG = StoreConfig(segment_bytes=1 << 13, write_buffer_bytes=1 << 15, index_shards=2)
-GOLDEN = Path(__file__).parent / "golden" / "export_v1"
+GOLDEN = Path(__file__).parent / "golden"
 ONE = schema_of(4, 1)
 NOTE = b"\0 a note of any bytes \xff"
 
@@ -538,13 +538,13 @@ def test_what_is_no_export(target: LmdbStore, tmp_path: Path, full: Path) -> Non
     refused(target, tmp_path / "nowhere", ExportError, "is no export")
     refused(target, tmp_path / "source", ExportError, "is not the manifest of an export")
     data = json.loads((full / "manifest.json").read_text())
-    data["version"] = 2
+    data["version"] = 3
     del data["checksum"]
     data["checksum"] = (
         f"{checksum(json.dumps(data, sort_keys=True, separators=(',', ':'), ensure_ascii=False).encode()):016x}"
     )
     (full / "manifest.json").write_text(json.dumps(data))
-    refused(target, full, ExportError, "has version 2: this program reads version 1")
+    refused(target, full, ExportError, "has version 3: this program reads versions 1 and 2")
 
 
 # ---- damage
@@ -707,19 +707,31 @@ def test_imports_and_exports_hold_two_blocks(tmp_path: Path) -> None:
 # ---- parts
 
 
-def test_chain_is_the_same_in_any_pieces() -> None:
+def test_a_files_checksum_is_the_same_in_any_pieces() -> None:
     data = np.random.default_rng(0).integers(0, 256, 5_000_001, dtype=np.uint8).tobytes()
     digests = set()
     for size in (999, 1 << 20, 3_000_000, len(data)):
-        chain = Chain()
+        file = FileChecksum()
         for at in range(0, len(data), size):
-            chain.add(memoryview(data)[at : at + size])
-        digests.add(chain.digest())
-    assert len(digests) == 1
-    value = 0
-    for at in range(0, len(data), 1 << 20):
-        value = checksum(data[at : at + (1 << 20)], value)
-    assert digests == {f"{value:016x}"}
+            file.add(memoryview(data)[at : at + size])
+        digests.add(file.digest())
+    blocks = [data[at : at + (1 << 20)] for at in range(0, len(data), 1 << 20)]
+    words = b"".join(long_checksum(block).to_bytes(8, "little") for block in blocks)
+    assert digests == {f"{checksum(words):016x}"}
+
+
+@pytest.mark.parametrize("size", [0, 1, 239, 241, 1 << 20, (1 << 23) + 1])
+def test_files_of_any_size_are_verified(tmp_path: Path, size: int) -> None:
+    data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()
+    (tmp_path / "rows-0.parquet").write_bytes(data)
+    of = FileChecksum()
+    of.add(memoryview(data))
+    file = ExportFile("rows-0.parquet", 0, 1, 0, size, of.digest())
+    assert sum(verified(tmp_path / file.name, file)) == size
+    for at in (0, size // 2, size - 1) if size else ():
+        (tmp_path / file.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CorruptExportError, match="is damaged: its checksum is"):
+            sum(verified(tmp_path / file.name, file))
 
 
 def test_ahead_makes_one_item_ahead_and_passes_errors_on() -> None:
@@ -771,15 +783,17 @@ def fill_more(store: LmdbStore) -> None:
     store.snapshot("s1")
 
 
-def test_golden_exports_load_for_ever(target: LmdbStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_golden_exports_load_for_ever(target: LmdbStore, tmp_path: Path, version: int) -> None:
+    golden = GOLDEN / f"export_v{version}"
     with open_store(tmp_path / "s") as same:
         for name, more in (("full", fill), ("delta", fill_more)):
-            shutil.copytree(GOLDEN / name, tmp_path / name)
+            shutil.copytree(golden / name, tmp_path / name)
             more(same)
             target.import_(tmp_path / name)
             assert contents(target) == contents(same)
     assert target.snapshots()[0].note == NOTE
-    assert load_export(GOLDEN / "delta").base == "s0"
+    assert load_export(golden / "delta").base == "s0"
 
 
 if __name__ == "__main__":
@@ -787,6 +801,6 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as scratch, open_store(Path(scratch) / "s") as made:
         fill(made)
-        made.export(GOLDEN / "full", snapshot="s0")
+        made.export(GOLDEN / "export_v2" / "full", snapshot="s0")
         fill_more(made)
-        made.export(GOLDEN / "delta", snapshot="s1", since="s0")
+        made.export(GOLDEN / "export_v2" / "delta", snapshot="s1", since="s0")

@@ -444,7 +444,7 @@ class TestFailingDisk:
         one = RowIds(0, np.array([number], np.uint32), np.array([1]))
         store.put(one, np.ones((1, 32), np.uint8))
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **how: bool) -> None:
             raise StoreIOError("fsync: Input/output error")
 
         with monkeypatch.context() as patch:

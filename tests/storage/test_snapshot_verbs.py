@@ -516,7 +516,7 @@ class TestTrouble:
         rows = first | put(store, range(50), 2)
         commits = RowLog.commit
 
-        def full(self: RowLog, what: Commit) -> None:
+        def full(self: RowLog, what: Commit, **how: bool) -> None:
             raise StoreFullError("no room")
 
         monkeypatch.setattr(RowLog, "commit", full)
@@ -542,7 +542,7 @@ class TestTrouble:
         store.snapshot("a", b"1")
         put(store, range(50), 2)
 
-        def failing(self: RowLog, what: Commit) -> None:
+        def failing(self: RowLog, what: Commit, **how: bool) -> None:
             raise StoreIOError("the disk is on fire")
 
         monkeypatch.setattr(RowLog, "commit", failing)

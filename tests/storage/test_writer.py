@@ -47,12 +47,12 @@ class FullOnce:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, meanwhile: Any = lambda: None) -> None:
         self.failed, real = 0, RowLog.commit
 
-        def commit(log: RowLog, what: Commit) -> None:
+        def commit(log: RowLog, what: Commit, **how: bool) -> None:
             if not self.failed:
                 self.failed = 1
                 meanwhile()
                 raise StoreFullError("full, once")
-            real(log, what)
+            real(log, what, **how)
 
         monkeypatch.setattr(RowLog, "commit", commit)
 
