@@ -103,10 +103,10 @@ class Exports:
         """Around puts of many rows that are new: room in the index at once, and larger segments unless the
         configuration names a size."""
         with self._session.changing() as writer, self._session.lock:
-            filled = writer.begin_bulk(self._session.group(group), rows)
+            writer.begin_bulk(self._session.group(group), rows)
         try:
             yield
         finally:
             with self._session.writing, self._session.lock:
                 if not self._session.closed:
-                    writer.end_bulk(self._session.group(group), filled)
+                    writer.end_bulk(self._session.group(group))

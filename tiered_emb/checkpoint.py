@@ -33,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import torch
 from torch import nn
 
+from storage.errors import StorageError
 from storage.interrupts import Uninterrupted
 from tiered_emb.checkpoint_dense import (
     Stateful,
@@ -46,6 +46,7 @@ from tiered_emb.checkpoint_dense import (
     random_states,
     read_dense,
     state_of,
+    write_dense,
 )
 from tiered_emb.checkpoint_files import (
     DENSE,
@@ -343,7 +344,7 @@ def _begin(folder: Folder, tag: str, modules: Modules, beside: dict[str, Any], r
         for engine in engines:
             engine.write_back()  # which may lower tiers, so before they are saved
     written(place / TIERS, lambda file: save_tiers(engines, file))
-    written(place / DENSE, lambda file: torch.save(beside, file))
+    written(place / DENSE, lambda file: write_dense(beside, file))
     check_readable(place / DENSE)
     own = [] if later else _own_stores(engines, folder)
     stores = [save_rows(engine, folder, tag, store) for engine, store in own]
@@ -373,15 +374,22 @@ def _own_stores(engines: list[Engine], folder: Folder) -> list[tuple[Engine, Pat
 
 
 def _drop_older(folder: Folder, engines: list[Engine], keep_last: int | None) -> list[str]:
-    """Step 4: the tags that went."""
-    extra = [] if keep_last is None else folder.manifests()[:-keep_last]
-    if extra:
-        folder.withdraw([one.tag for one in extra])
-        for engine in engines:
-            if engine.keeper is not None:
-                drop_orphans(folder, engine.keeper)
-        folder.clean()
-    return [one.tag for one in extra]
+    """Step 4: the tags that went. The new checkpoint is whole, whatever goes wrong here: that is a warning."""
+    extra = [] if keep_last is None else [one.tag for one in folder.manifests()[:-keep_last]]
+    try:
+        if extra:
+            folder.withdraw(extra)
+            for engine in engines:
+                if engine.keeper is not None:
+                    drop_orphans(folder, engine.keeper)
+            folder.clean()
+    except (StorageError, OSError) as error:
+        warnings.warn(
+            f"the checkpoint is whole, but what older ones of {folder.path} take could not all be given back: {error}; "
+            f"the next one tries again",
+            stacklevel=4,
+        )
+    return extra
 
 
 # ---- loading

@@ -4,10 +4,11 @@ state, random generators, and whatever the user adds. Plain values and tensors: 
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -59,15 +60,27 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def write_dense(beside: Mapping[str, Any], file: IO[bytes]) -> None:
+    """Write it. Raises ConfigError for what cannot be written."""
+    try:
+        torch.save(beside, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise _not_taken(error) from error
+
+
 def check_readable(file: Path) -> None:
     """Raise ConfigError for what can be written and not be read back without running code."""
     try:
         torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
-        raise ConfigError(
-            f"the state of the model, optimizer or loader, or extra, has something in it that no checkpoint takes: "
-            f"give tensors, numbers, strings, lists, tuples and dicts ({_unsupported(error)})"
-        ) from error
+        raise _not_taken(error) from error
+
+
+def _not_taken(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the state of the model, optimizer or loader, or extra, has something in it that no checkpoint takes: "
+        f"give tensors, numbers, strings, lists, tuples and dicts ({_unsupported(error)})"
+    )
 
 
 def _unsupported(error: Exception) -> str:

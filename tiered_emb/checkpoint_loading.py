@@ -261,7 +261,7 @@ def _check_later(store: LmdbStore, snapshot: Snapshot, folder: Folder) -> None:
     if later:
         raise CheckpointError(
             f"{store.path} has newer snapshots than the checkpoint ({', '.join(map(repr, later[:5]))}), which going "
-            f"back would take: drop them first with drop_snapshot(), or load into another store"
+            f"back would take: drop them first (drop_snapshot(), `tiered-emb store drop`), or load into another store"
         )
 
 

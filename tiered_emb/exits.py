@@ -16,7 +16,9 @@ import click
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
-_ARGUMENT = re.compile(r"(?<![-\w/.'])(hbm_bytes|ddr_bytes|lr|record_rate|min_rows|max_rows|admission)(?![-\w/.'])")
+_ARGUMENT = re.compile(
+    r"(?<![-\w/.'])(hbm_bytes|ddr_bytes|lr|record_rate|min_rows|max_rows|admission|drop_later|keep_last)(?![-\w/.'])"
+)
 
 
 class CommandGroup(click.Group):

@@ -31,15 +31,13 @@ def store() -> None:
 def info(path: str, target: str | None, plot: str | None) -> None:
     """What a store holds and what it costs; rows are not read."""
     with one_line_errors():
-        from rich.console import Console
-
         from storage.describe import describe_store
         from tiered_emb.outputs import check_outputs
-        from tiered_emb.store_report import print_description
+        from tiered_emb.store_report import print_description, table_console
 
         check_outputs({"--json": target, "--plot": plot}, [path])
         described = describe_store(path)
-        print_description(described, Console(stderr=target == "-"))
+        print_description(described, table_console(stderr=target == "-"))
         if plot is not None:
             _draw(described, plot)
         if target is not None:
@@ -159,13 +157,11 @@ def list_snapshots(path: str, as_json: bool) -> None:
     with one_line_errors():
         from dataclasses import asdict
 
-        from rich.console import Console
-
         from storage.describe import describe_store
-        from tiered_emb.store_report import print_snapshots
+        from tiered_emb.store_report import print_snapshots, table_console
 
         described = describe_store(path)
-        print_snapshots(described, Console(stderr=as_json))
+        print_snapshots(described, table_console(stderr=as_json))
         if as_json:
             _write_json({"snapshots": [asdict(one) for one in described.snapshots]}, "-")
 

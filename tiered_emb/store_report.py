@@ -26,6 +26,13 @@ from tiered_emb.reference.words import counted, size
 MAX_LINES = 20
 _BAR_CELLS = 20
 _LOG_EVERY_S = 10.0
+_PIPE_COLUMNS = 400
+
+
+def table_console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; where there is none, wide enough that no name is folded."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PIPE_COLUMNS)
 
 
 @contextmanager
@@ -130,10 +137,10 @@ def _tables(described: StoreDescription) -> Table:
 def snapshot_table(snapshots: Sequence[SnapshotDescription]) -> Table:
     """Named snapshots, oldest first, and what only they hold."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("snapshot", "made"):
-        table.add_column(name, overflow="fold")
+    table.add_column("snapshot", overflow="fold")
+    table.add_column("made", no_wrap=True)
     for name in ("rows", "live bytes", "only it holds"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for one in snapshots:
         sizes = (f"{one.rows:,}", size(one.live_bytes), size(one.only_bytes))
         table.add_row(escape(one.name), _when(one.time_s), *sizes)

@@ -81,7 +81,7 @@ def export(
     if os.path.lexists(path):
         raise StoreConfigError(f"{path} is there already: an export goes into a new directory, name another one")
     if since == snapshot:
-        raise StoreConfigError(f"a delta from snapshot {snapshot!r} to itself: name an older one as since=")
+        raise StoreConfigError(f"a delta from snapshot {snapshot!r} to itself: name an older one")
     try:
         with _new_directory(target) as directory:
             return _Export(store, snapshot, since, compression, progress or _silent, directory, str(target)).run()
@@ -165,7 +165,7 @@ class _Export:
             note=newer.note,
             time_s=newer.time_s,
             origin=Origin.parse(newer.origin),
-            rows=newer.rows,
+            rows=newer.rows if base is not None else sum(file.rows for file in files),
             live_bytes=newer.live_bytes,
             base=None if base is None else base.name,
             base_origin=None if base is None else Origin.parse(base.origin),

@@ -106,6 +106,7 @@ class GroupRows:
         filled_bytes: size to which its segments are filled.
 
     Attributes:
+        usual_bytes: the same, while no `bulk` fills larger ones.
         tables: the group's table numbers, sorted.
         stride: stored bytes of a row.
         seen_epoch: the last change that was replayed; of this group there is none before it that was not.
@@ -129,7 +130,7 @@ class GroupRows:
         filled_bytes: int = 0,
     ) -> None:
         self.group = group
-        self.filled_bytes = filled_bytes
+        self.filled_bytes = self.usual_bytes = filled_bytes
         self.expects_new = False
         self.row_bytes = row_bytes
         self.index = IdIndex(shards)

@@ -185,19 +185,18 @@ class Writer:
 
     # ---- many new rows
 
-    def begin_bulk(self, group: GroupRows, rows: int) -> int:
-        """See `LmdbStore.bulk`; what `end_bulk` is to be given. Requires: the lock. Raises as `open_buffer`."""
+    def begin_bulk(self, group: GroupRows, rows: int) -> None:
+        """See `LmdbStore.bulk`. Requires: the lock. Raises as `open_buffer`."""
         self._check()
-        filled, group.expects_new = group.filled_bytes, True
+        group.expects_new = True
         group.index.reserve(group.index.rows + rows)
-        self._fill_to(group, max(filled, self._of.config.bulk_bytes()))
-        return filled
+        self._fill_to(group, max(group.usual_bytes, self._of.config.bulk_bytes()))
 
-    def end_bulk(self, group: GroupRows, filled: int) -> None:
-        """Fill segments to `filled` bytes again."""
+    def end_bulk(self, group: GroupRows) -> None:
+        """All is as it was before `begin_bulk`. Requires: the lock."""
         group.expects_new = False
         group.index.trim()
-        self._fill_to(group, filled)
+        self._fill_to(group, group.usual_bytes)
 
     def _fill_to(self, group: GroupRows, filled: int) -> None:
         if group.filled_bytes != filled:
@@ -227,8 +226,7 @@ class Writer:
     def begin_state(self, rows: Mapping[int, int]) -> None:
         """Begin a state: all that was put so far, and at most so many `rows` of each group given to it later."""
         self._check_none_begun()
-        segments = sum(self._segments_for(self._of.groups[group], count) for group, count in rows.items())
-        self.committer.begin(segments)
+        self.committer.begin(sum(self._most_segments_for(self._of.groups[group], n) for group, n in rows.items()))
 
     def complete_state(self, note: bytes | None, name: str | None, drops: Collection[str]) -> None:
         """Make the state that was begun durable, keep it under a name, let snapshots go. Raises as `open_buffer`."""
@@ -443,6 +441,10 @@ class Writer:
 
     def _segments_for(self, group: GroupRows, rows: int) -> int:
         return -(-rows // rows_that_fit(group.filled_bytes, group.row_bytes)) + 1
+
+    def _most_segments_for(self, group: GroupRows, rows: int) -> int:
+        """Also if their size changes meanwhile, as it does where `bulk` begins or ends: one is cut short by each."""
+        return -(-rows // rows_that_fit(group.usual_bytes, group.row_bytes)) + 3
 
     def _buffer_bytes(self, group: GroupRows) -> int:
         return buffer_bytes(group.filled_bytes, group.row_bytes, self._of.log.page_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,6 +220,27 @@ def test_a_batch_too_large_for_the_budget_leaves_the_tiers_as_they_were() -> Non
         with pytest.raises(TierCapacityError, match="ddr_bytes is 100000: raise it to at least"):
             bag(torch.arange(100_000).unsqueeze(1))
         assert bag.stats().tiers == before.tiers
+
+
+def test_the_budget_that_is_named_is_near_what_does(tmp_path: Path) -> None:
+    """The index of a Store does not grow with the budget, as its buffers do; once it was taken for that."""
+
+    def trained(budget: int) -> str:
+        tiers = TierConfig(0, budget, str(tmp_path / str(budget)))
+        ids = torch.from_numpy(np.random.default_rng(1).integers(0, 1_000_000, (8, 40_000, 1)))
+        with TieredEmbeddingBag(None, 8, mode="sum", tiers=tiers, optimizer=SGD(0.1), seed=1) as bag:
+            try:
+                for step in ids:
+                    bag(step).sum().backward()
+            except TierCapacityError as error:
+                return str(error)
+        return ""
+
+    refused = re.search(r"needs (\d+) bytes", trained(10_000_000))
+    assert refused is not None
+    enough = int(refused[1])
+    assert 10_000_000 < enough < 14_000_000
+    assert trained(enough) == ""
 
 
 class Failing(MemoryStore):

@@ -154,6 +154,20 @@ def test_a_flush_after_it_covers_what_was_committed_before_it_was_complete(tmp_p
         assert held(store) == {1: 2.0} | dict.fromkeys(range(100, 200), 9.0)
 
 
+def test_segments_that_become_smaller_meanwhile_have_their_numbers(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path / "st", config=StoreConfig(write_buffer_bytes=1 << 25))
+    table = store.open_table("t", SCHEMA)
+    rows = dict.fromkeys(range(200000), 1.0)
+    with store:
+        with store.bulk(table.group, 100):
+            store.begin_state({table.group: len(rows)})
+            give(store, table, {0: 1.0})
+        give(store, table, rows)
+        store.complete_state(snapshot="s")
+        with store.at("s") as view:
+            assert view.stats().rows == len(rows)
+
+
 def test_a_store_that_makes_states_by_itself_makes_none_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

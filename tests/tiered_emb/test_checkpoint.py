@@ -407,6 +407,31 @@ def test_keep_last_drops_older_ones_with_their_snapshots(tmp_path: Path) -> None
     run.model.close()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_is_whole_where_older_ones_cannot_be_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    run, saves = Run(on_disk(tmp_path)), tmp_path / "saves"
+    run.save(saves)
+    run.steps(2)
+
+    def full(store: LmdbStore, name: str) -> None:
+        raise StoreFullError("no room")
+
+    def save() -> Any:
+        saved: Any = run.save(saves, keep_last=1, background=background)
+        return saved.wait() if background else saved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbStore, "drop_snapshot", full)
+        with pytest.warns(UserWarning, match="the checkpoint is whole, but .* no room"):
+            assert save().tag == "step-2"
+    run.steps(2)
+    run.save(saves, keep_last=1)
+    assert [one.name.rpartition(":")[2] for one in run.model.users.engine.store.snapshots()] == ["step-4"]
+    run.model.close()
+
+
 def test_two_directories_and_snapshots_of_others_do_not_meet(tmp_path: Path) -> None:
     run = Run(on_disk(tmp_path))
     run.steps(2)
@@ -675,6 +700,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         save_checkpoint(saves, run.model, loader=[1])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"something in it that no checkpoint takes: .*numpy"):
         run.save(saves, extra=np.float64(1.5))
+    with pytest.raises(ConfigError, match=r"something in it that no checkpoint takes: .*pickle"):
+        run.save(saves, extra={"clean": lambda: None})
     for tag in ("", "a/b", "..", ".hidden", "x.tmp", "rows", "rows-2", "x" * 129):
         with pytest.raises(ConfigError, match="tag is"):
             run.save(saves, tag)

@@ -128,6 +128,15 @@ def test_no_store_is_one_line(tmp_path: Path, command: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["info", "verify", "compact", "list"])
+def test_an_export_is_no_damaged_store(tmp_path: Path, path: Path, command: str) -> None:
+    run("snapshot", path, "one")
+    run("export", path, tmp_path / "export", "--snapshot", "one")
+    done = run(command, tmp_path / "export")
+    assert done.exit_code == 1
+    assert "holds a 'tiered-emb export' and no store: import it into one" in done.stderr
+
+
 def test_verify_of_a_good_store(path: Path) -> None:
     result = run("verify", path)
     assert result.exit_code == 0, result.output
@@ -311,6 +320,15 @@ class TestSnapshots:
         assert "156.2 KiB" in run("list", path).stdout
         gone = run("drop", path, "two", "--json")
         assert json.loads(gone.stdout) == {"dropped": "two", "left": ["three"]}
+
+    def test_a_name_in_a_pipe_is_in_one_piece(self, path: Path) -> None:
+        name = "checkpoint 9f2c1e55-7c1b-4a0e-8f0e-0c6f9b1f3d11 step-1000000 of the run that went best"
+        run("snapshot", path, name)
+        for command in ("list", "info"):
+            assert name in run(command, path).stdout
+
+    def test_what_is_refused_is_said_in_the_words_of_the_command_line(self, kept: Path) -> None:
+        assert "drop them, or set --drop-later" in run("rollback", kept, "first", "--yes").stderr
 
     def test_info_shows_what_only_they_hold(self, kept: Path) -> None:
         with LmdbStore(kept) as store:
