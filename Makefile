@@ -38,8 +38,8 @@ lint: venv ## ruff, mypy and the import contracts
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-test: lint ## lint, then the tests
-	$(PY) -m pytest
+test: lint ## lint, then the tests, in as many processes as there are processors
+	$(PY) -m pytest --numprocesses=logical --maxprocesses=4
 
 # torchrec asks for fbgemm-gpu, the CUDA build, which would overwrite fbgemm-gpu-cpu: it is installed without dependencies,
 # and what else it needs is in the extra (see pyproject.toml).

@@ -25,6 +25,7 @@ from tiered_emb.inputs import listed
 from tiered_emb.moves import move_bytes
 from tiered_emb.plan import IdBatch
 from tiered_emb.shares import Shares
+from tiered_emb.stores import BUFFER_SHARE
 from tiered_emb.tier import Tier
 
 
@@ -71,7 +72,6 @@ class _Demand:
 
 
 _NOTHING = _Demand({}, 0)
-_PROPORTIONAL_BYTES = 1 << 19  # of a budget above this, a Store's buffers take a fixed part
 _CALM = 2, 4  # a step's later forwards may move twice, and store four times, what the first one does
 _AMPLE = 2, 16  # what a shrink makes room for, so that the next one is far off
 
@@ -183,12 +183,13 @@ class HostBudget:
     def _enough(self, fixed_bytes: int, tiers_bytes: float, groups: int) -> int:
         """A budget that suffices for tiers of ``tiers_bytes`` beside ``fixed_bytes``, as large as the Store's index is.
 
-        What is fixed grows with the budget: a Store's buffers in proportion, the buffers of moving rows by up to an
-        eighth of the tiers; and a part is kept back from every new tier.
+        What is fixed grows with the budget: a Store's buffers in proportion, unless they are as small as they get, the
+        buffers of moving rows by up to an eighth of the tiers; and a part is kept back from every new tier.
         """
-        buffers = self._buffer_bytes / max(self.limit_bytes, _PROPORTIONAL_BYTES)
-        other = fixed_bytes - self._buffer_bytes
-        return int((other + tiers_bytes * 9 / 8) / max(1 / 4, 15 / 16 - buffers - groups / 32)) + 1
+        needed, part = fixed_bytes + tiers_bytes * 9 / 8, 15 / 16 - groups / 32
+        as_large = needed / max(1 / 4, part)
+        growing = (needed - self._buffer_bytes) / max(1 / 4, part - BUFFER_SHARE) if self._buffer_bytes else 0
+        return int(max(as_large, growing)) + 1
 
     def _more(self, fixed_bytes: int, tiers_bytes: float) -> int:
         """What `_enough` says for the groups there are, and an eighth more than now at least: the next batches need

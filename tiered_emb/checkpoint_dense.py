@@ -4,7 +4,6 @@ state, random generators, and whatever the user adds. Plain values and tensors: 
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -64,7 +63,9 @@ def write_dense(beside: Mapping[str, Any], file: IO[bytes]) -> None:
     """Write it. Raises ConfigError for what cannot be written."""
     try:
         torch.save(beside, file)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (OSError, RuntimeError):  # of the disk
+        raise
+    except Exception as error:
         raise _not_taken(error) from error
 
 

@@ -15,6 +15,7 @@ _MOST_BUFFER_BYTES = 1 << 24
 _SEGMENT_BYTES = 1 << 19  # twice a Store's own: each costs the thread that puts some 0.1 ms when it is full
 _LARGE_STORE_BYTES = 1 << 50  # of a Store whose segments are as large as they get
 _AMPLE_BYTES = 1 << 36  # of a host budget from which on segments may be as large as suits the Store
+BUFFER_SHARE = 13 / 8 / 16  # of the host budget, for the write buffer and compaction's
 _LEAST_INDEX_BYTES = 1 << 11  # of a group in which no row was stored
 
 

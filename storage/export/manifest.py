@@ -10,9 +10,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 
 from storage.errors import CorruptExportError, ExportError, StorageError
 from storage.row_log.hashing import checksum, hex_checksum, long_checksum
+from storage.row_log.read_threads import for_each_block, usable_threads
 from storage.row_log.snapshots import Origin, check_name
 from storage.schema import RowSchema, table_number
 from storage.whole_files import ManifestKind, write_json
@@ -41,8 +40,7 @@ _KIND = ManifestKind(
 )
 
 _DIGEST_BYTES = 1 << 20
-_SPAN_BYTES = 1 << 23  # what a thread reads at a time
-_VERIFIERS = 2
+_SPAN_BYTES, _CHUNK_BYTES = 1 << 22, 1 << 26  # what one thread reads at a time, and all of them between two reports
 
 Progress = Callable[[int, int], None]
 
@@ -213,15 +211,16 @@ def verified(path: Path, expected: ExportFile, *, chained: bool = False) -> Iter
 
 
 def _read_spans(file: FileIO, size: int) -> Generator[int, None, str]:
-    starts, digests = range(0, size, _SPAN_BYTES), []
-    with ThreadPoolExecutor(_VERIFIERS) as threads:
-        try:
-            for start, found in zip(starts, threads.map(partial(_span_digests, file.fileno()), starts), strict=True):
-                digests += found
-                yield min(_SPAN_BYTES, size - start)
-        finally:
-            threads.shutdown(cancel_futures=True)
-    return _joined(digests)
+    digests: dict[int, int] = {}
+    for first in range(0, size, _CHUNK_BYTES):
+        stop = min(first + _CHUNK_BYTES, size)
+        for_each_block(
+            lambda start, _: digests.update(_span_digests(file.fileno(), start)),
+            range(first, stop, _SPAN_BYTES),
+            usable_threads(),
+        )
+        yield stop - first
+    return _joined([digests[at] for at in range(0, size, _DIGEST_BYTES)])
 
 
 def _read_chain(file: FileIO, size: int) -> Generator[int, None, str]:
@@ -233,15 +232,14 @@ def _read_chain(file: FileIO, size: int) -> Generator[int, None, str]:
     return f"{value:016x}"
 
 
-def _span_digests(file: int, start: int) -> list[int]:
-    """Of the blocks of one span of a file."""
-    block, digests = memoryview(bytearray(_DIGEST_BYTES)), []
+def _span_digests(file: int, start: int) -> dict[int, int]:
+    """Of the blocks of one span of a file, by where they begin."""
+    block, digests = memoryview(bytearray(_DIGEST_BYTES)), {}
     for at in range(start, start + _SPAN_BYTES, _DIGEST_BYTES):
         filled = 0
         while n := os.preadv(file, [block[filled:]], at + filled):
             filled += n
-        if filled:
-            digests.append(long_checksum(block[:filled]))
+        digests[at] = long_checksum(block[:filled])
     return digests
 
 

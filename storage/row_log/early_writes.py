@@ -1,7 +1,7 @@
 """Writing that begins early: the disk works while a commit still copies, and not only at the sync that ends it.
 
 LMDB copies the pages of a transaction into the page cache and then syncs the file, so the disk idles during the one and
-the processor during the other. A thread that asks the system every millisecond or two to begin with what there is
+the processor during the other. A thread that asks the system every millisecond to begin with what there is
 (sync_file_range(2)) has both work at once: an import of 1 M rows of 260 bytes took nine tenths of the time. It orders
 nothing and promises nothing; the sync does. For commits that follow each other without a pause; others would only share
 the processor with one thread more.
@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-_EVERY_S = 0.0015
+_EVERY_S = 0.001
 _BEGIN_TO_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 _begin: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)  # None: a system without it
