@@ -38,7 +38,7 @@ lint: venv ## ruff, mypy and the import contracts
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-test: lint ## lint, then the tests, in as many processes as there are processors
+test: lint ## lint, then the tests, in a process for each processor, four at most
 	$(PY) -m pytest --numprocesses=logical --maxprocesses=4
 
 # torchrec asks for fbgemm-gpu, the CUDA build, which would overwrite fbgemm-gpu-cpu: it is installed without dependencies,

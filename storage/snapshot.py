@@ -70,7 +70,8 @@ class Snapshot:
     Attributes:
         name: of the snapshot.
         time_s: when it was made, in seconds of Unix time.
-        rows, live_bytes: its rows, and their bytes without any overhead.
+        rows, live_bytes: its rows, and their bytes without any overhead. One too few for each row that was given to a
+            state after it was begun and put meanwhile, by who had asked for it before others deleted rows.
         segments: that hold them.
         note: of the state it keeps.
         origin: which state of which store its rows are, "uuid:number"; equal wherever it was copied to.

@@ -44,7 +44,10 @@ class ManifestKind:
     def check(self, data: Any, where: Path) -> dict[str, Any]:
         """The body of what a file holds. Raises ``foreign`` and ``damaged``."""
         if not isinstance(data, dict) or data.get("format") != self.format:
-            raise self.foreign(f'{where} is not the manifest of {self.what}: expected "format": "{self.format}" in it')
+            found = f", found {data['format']!r}" if isinstance(data, dict) and "format" in data else ""
+            raise self.foreign(
+                f'{where} is not the manifest of {self.what}: expected "format": "{self.format}" in it{found}'
+            )
         read = (*self.older, self.version)
         if data.get("version") not in read:
             listed = f"version{'s' if self.older else ''} {' and '.join(map(str, read))}"

@@ -83,7 +83,7 @@ class HostBudget:
         limit_bytes, shares: the budget, and how groups share it.
         store_bytes: what the Store will hold once so many rows more were put.
         stored_rows: how many it has.
-        buffer_bytes: of what it holds, how much is there in proportion to the budget.
+        buffer_bytes: of what it holds, how much grows with the budget, by `BUFFER_SHARE` of what that grows by.
 
     Attributes:
         limit_bytes: the budget; 0 = no DDR tier, nothing is charged.
@@ -183,8 +183,9 @@ class HostBudget:
     def _enough(self, fixed_bytes: int, tiers_bytes: float, groups: int) -> int:
         """A budget that suffices for tiers of ``tiers_bytes`` beside ``fixed_bytes``, as large as the Store's index is.
 
-        What is fixed grows with the budget: a Store's buffers in proportion, unless they are as small as they get, the
-        buffers of moving rows by up to an eighth of the tiers; and a part is kept back from every new tier.
+        What is fixed grows with the budget: a Store's buffers in proportion, unless they are as small or as large as
+        they get, the buffers of moving rows by up to an eighth of the tiers; and a part is kept back from every new
+        tier.
         """
         needed, part = fixed_bytes + tiers_bytes * 9 / 8, 15 / 16 - groups / 32
         as_large = needed / max(1 / 4, part)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -188,7 +189,8 @@ def save_checkpoint(
         ConfigError: the model has no tiered module; the tag is taken or cannot be one; what is to be saved could not
             be loaded; ``keep_last`` is below 1.
         CheckpointError: in the middle of a step; the directory is none of checkpoints.
-        StoreFullError, StoreIOError, OSError: no room, or a disk that fails; the last checkpoint is as it was.
+        StoreFullError, StoreIOError, OSError: no room, or a disk that fails; the last checkpoint is as it was. Where
+            that comes when the new one is whole and older ones go, it is a warning.
     """
     modules = _tiered(model)
     if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
@@ -374,22 +376,22 @@ def _own_stores(engines: list[Engine], folder: Folder) -> list[tuple[Engine, Pat
 
 
 def _drop_older(folder: Folder, engines: list[Engine], keep_last: int | None) -> list[str]:
-    """Step 4: the tags that went. The new checkpoint is whole, whatever goes wrong here: that is a warning."""
-    extra = [] if keep_last is None else [one.tag for one in folder.manifests()[:-keep_last]]
+    """Step 4: the tags that went. The new checkpoint is whole, and what goes wrong here is no more than a warning."""
+    extra: list[str] = []
     try:
+        extra = [] if keep_last is None else [one.tag for one in folder.manifests()[:-keep_last]]
         if extra:
             folder.withdraw(extra)
             for engine in engines:
                 if engine.keeper is not None:
                     drop_orphans(folder, engine.keeper)
             folder.clean()
-    except (StorageError, OSError) as error:
-        warnings.warn(
-            f"the checkpoint is whole, but what older ones of {folder.path} take could not all be given back: {error}; "
-            f"the next one tries again",
-            stacklevel=4,
-        )
-    return extra
+    except (CheckpointError, StorageError, OSError) as error:
+        with suppress(UserWarning):  # where warnings are errors this one would deny that there is the checkpoint
+            warnings.warn(
+                f"the checkpoint is whole, but older ones in {folder.path} are not all gone: {error}", stacklevel=2
+            )
+    return [tag for tag in extra if not (folder.path / tag).exists()]
 
 
 # ---- loading

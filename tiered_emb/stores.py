@@ -41,8 +41,8 @@ def open_store(config: TierConfig) -> tuple[Store, bool]:
 
 
 def buffer_bytes(store: Store) -> int:
-    """What a Store of ours holds in proportion to the host budget: what it fills and commits, and compaction's."""
-    if not isinstance(store, LmdbStore):
+    """What a Store of ours fills and commits, and compaction's, as far as a greater host budget makes that greater."""
+    if not isinstance(store, LmdbStore) or store.config.write_buffer_bytes >= _MOST_BUFFER_BYTES:
         return 0
     size = store.config.write_buffer_bytes
     return size if store.config.compact_bytes_per_s == 0 else size * 13 // 8

@@ -184,51 +184,57 @@ def load_export(path: str | os.PathLike[str]) -> ExportManifest:
     return ExportManifest.from_json(data, where)
 
 
-def verify_files(directory: Path, manifest: ExportManifest, progress: Progress) -> None:
+def verify_files(directory: Path, manifest: ExportManifest, progress: Progress, threads: int | None = None) -> None:
     """Read every file once.
+
+    Args:
+        threads: that read, this one among them; None = as for a get.
 
     Raises:
         CorruptExportError: one is missing, of another size, or its bytes give another checksum.
     """
     done = 0
     for file in manifest.files:
-        for bytes_read in verified(directory / file.name, file, chained=manifest.version == 1):
+        for bytes_read in verified(directory / file.name, file, threads, chained=manifest.version == 1):
             done += bytes_read
             progress(done, manifest.file_bytes)
 
 
-def verified(path: Path, expected: ExportFile, *, chained: bool = False) -> Iterator[int]:
+def verified(path: Path, expected: ExportFile, threads: int | None = None, *, chained: bool = False) -> Iterator[int]:
     """Read a file; how many bytes came each time. Raises as `verify_files`."""
     if not path.is_file() or path.stat().st_size != expected.bytes:
         seen = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
         raise CorruptExportError(f"{path} {seen}: expected {expected.bytes:,}; copy the export once more")
     with open(path, "rb", buffering=0) as file:
-        found = yield from (_read_chain if chained else _read_spans)(file, expected.bytes)
+        if chained:
+            found = yield from _read_chain(file, expected.bytes)
+        else:
+            found = yield from _read_spans(file, expected.bytes, threads or usable_threads())
     if found != expected.checksum:
         raise CorruptExportError(
             f"{path} is damaged: its checksum is {found}, expected {expected.checksum}; copy it once more"
         )
 
 
-def _read_spans(file: FileIO, size: int) -> Generator[int, None, str]:
+def _read_spans(file: FileIO, size: int, threads: int) -> Generator[int, None, str]:
     digests: dict[int, int] = {}
     for first in range(0, size, _CHUNK_BYTES):
         stop = min(first + _CHUNK_BYTES, size)
         for_each_block(
             lambda start, _: digests.update(_span_digests(file.fileno(), start)),
             range(first, stop, _SPAN_BYTES),
-            usable_threads(),
+            threads,
         )
         yield stop - first
     return _joined([digests[at] for at in range(0, size, _DIGEST_BYTES)])
 
 
 def _read_chain(file: FileIO, size: int) -> Generator[int, None, str]:
-    value = 0
+    value, block = 0, memoryview(bytearray(_DIGEST_BYTES))
     for start in range(0, size, _DIGEST_BYTES):
-        block = os.pread(file.fileno(), _DIGEST_BYTES, start)
-        value = checksum(block, value)
-        yield len(block)
+        filled = _read_at(file.fileno(), start, block)
+        value = checksum(block[:filled], value)
+        yield filled
     return f"{value:016x}"
 
 
@@ -236,11 +242,16 @@ def _span_digests(file: int, start: int) -> dict[int, int]:
     """Of the blocks of one span of a file, by where they begin."""
     block, digests = memoryview(bytearray(_DIGEST_BYTES)), {}
     for at in range(start, start + _SPAN_BYTES, _DIGEST_BYTES):
-        filled = 0
-        while n := os.preadv(file, [block[filled:]], at + filled):
-            filled += n
-        digests[at] = long_checksum(block[:filled])
+        digests[at] = long_checksum(block[: _read_at(file, at, block)])
     return digests
+
+
+def _read_at(file: int, at: int, block: memoryview) -> int:
+    """Fill a block as far as the file goes; how far."""
+    filled = 0
+    while n := os.preadv(file, [block[filled:]], at + filled):
+        filled += n
+    return filled
 
 
 def _joined(digests: list[int]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +72,7 @@ def import_(
         work = _Import(Path(path), manifest, store, check_name(name or manifest.snapshot), progress)
         with store.exclusively():
             work.check(rollback)
-            verify_files(work.path, manifest, work.verified)
+            verify_files(work.path, manifest, work.verified, store.config.read_threads)
             return work.run(rollback)
     except OSError as error:
         if isinstance(error, StorageError):
@@ -188,6 +188,7 @@ class _Import:
 
     def _finish(self) -> ImportReport:
         manifest = self._manifest
+        # a delta's manifest has the count of its snapshot, which need not be exact (`Snapshot.rows`)
         if self._alone and manifest.kind == FULL and self._store.stats().rows != manifest.rows:
             raise CorruptExportError(
                 f"{self.path} gives {self._store.stats().rows:,} rows: its snapshot has {manifest.rows:,}"
@@ -223,7 +224,8 @@ class _Import:
         if not refs:
             raise CorruptExportError(f"{self.path / file.name} has rows of no table that its manifest names")
         group, before, seen = next(iter(refs.values())).group, self._done(file), 0
-        with self._store.bulk(group, file.rows), closing(ahead(self._parts_of(file, refs), _PARTS_AHEAD)) as parts:
+        new = self._store.bulk(group, file.rows) if self._manifest.kind == FULL else nullcontext()
+        with new, closing(ahead(self._parts_of(file, refs), _PARTS_AHEAD)) as parts:
             for (tables, ids, data, deleted), share in parts:
                 seen += len(ids)
                 self._apply_part(RowIds(group, tables, ids), data, deleted)

@@ -165,7 +165,7 @@ class _Export:
             note=newer.note,
             time_s=newer.time_s,
             origin=Origin.parse(newer.origin),
-            rows=newer.rows if base is not None else sum(file.rows for file in files),
+            rows=newer.rows if base is not None else sum(file.rows for file in files),  # as written: exact
             live_bytes=newer.live_bytes,
             base=None if base is None else base.name,
             base_origin=None if base is None else Origin.parse(base.origin),

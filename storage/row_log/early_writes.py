@@ -44,5 +44,5 @@ def writing_early(data: Path) -> Iterator[None]:
 
 def _begin_again_and_again(data: Path, done: Event) -> None:
     with suppress(OSError), open(data, "rb", buffering=0) as file:
-        while not done.wait(_EVERY_S):
-            _begin(file.fileno(), 0, 0, _BEGIN_TO_WRITE)
+        while not done.wait(_EVERY_S) and _begin(file.fileno(), 0, 0, _BEGIN_TO_WRITE) == 0:
+            pass

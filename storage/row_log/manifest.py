@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ NAME, DATA_NAME, LOCK_NAME, OWNER_NAME = "manifest.json", "data.mdb", "lock.mdb"
 INDEX_NAME = "index"  # of the saved index, see `index_file`
 OUR_NAMES = frozenset({NAME, NAME + ".tmp", INDEX_NAME, INDEX_NAME + ".tmp", DATA_NAME, LOCK_NAME, OWNER_NAME})
 
-_WHAT_TO_DO = {"tiered-emb export": ": import it into one (`tiered-emb store import STORE EXPORT`)"}
 _KIND = ManifestKind("a store", "tiered-emb row log", VERSION, hex_checksum, NotAStoreError, CorruptSegmentError)
 
 
@@ -87,17 +87,6 @@ def load_manifest(directory: Path) -> Manifest:
     return Manifest.from_json(data, where)
 
 
-def _check_kind(directory: Path) -> None:
-    """Raise NotAStoreError for a manifest of another kind; what cannot be read at all is for `load_manifest`."""
-    try:
-        data = json.loads((directory / NAME).read_bytes())
-    except (OSError, ValueError):
-        return
-    kind = data.get("format") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind != _KIND.format:
-        raise NotAStoreError(f"{directory} holds a {kind!r} and no store" + _WHAT_TO_DO.get(kind, ""))
-
-
 def holds_store(directory: Path, read_only: bool) -> bool:
     """Whether a path holds a store; False means that one may be created there.
 
@@ -113,7 +102,6 @@ def holds_store(directory: Path, read_only: bool) -> bool:
         raise NotAStoreError(f"{directory} is a file: expected the directory of a store, or a path to create one at")
     names = set(os.listdir(directory))
     if NAME in names:
-        _check_kind(directory)
         _check_data_file(directory)
         return True
     foreign = sorted(names - OUR_NAMES)
@@ -130,6 +118,8 @@ def holds_store(directory: Path, read_only: bool) -> bool:
 def _check_data_file(directory: Path) -> None:
     data = directory / DATA_NAME
     if not data.is_file():
+        with suppress(CorruptSegmentError):
+            load_manifest(directory)  # of something else than a store, perhaps, which it says
         raise NotAStoreError(
             f"{directory} has a {NAME} but no {DATA_NAME}: its rows are gone; restore the file or remove both"
         )

@@ -1,4 +1,4 @@
-"""Threads that help with reading many rows: a get of a large batch, the segments of a log that is opened.
+"""Threads that help with reading: a get of a large batch, the segments of a log that is opened, an export's files.
 
 The blocks of such work depend on nothing of each other and spend their time in kernels that hold no GIL. So whoever
 asks works through them together with helpers, each taking the next block that is left. Helpers are started for one

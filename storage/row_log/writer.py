@@ -188,9 +188,9 @@ class Writer:
     def begin_bulk(self, group: GroupRows, rows: int) -> None:
         """See `LmdbStore.bulk`. Requires: the lock. Raises as `open_buffer`."""
         self._check()
-        group.expects_new = True
         group.index.reserve(group.index.rows + rows)
         self._fill_to(group, max(group.usual_bytes, self._of.config.bulk_bytes()))
+        group.expects_new = True
 
     def end_bulk(self, group: GroupRows) -> None:
         """All is as it was before `begin_bulk`. Requires: the lock."""
@@ -443,8 +443,8 @@ class Writer:
         return -(-rows // rows_that_fit(group.filled_bytes, group.row_bytes)) + 1
 
     def _most_segments_for(self, group: GroupRows, rows: int) -> int:
-        """Also if their size changes meanwhile, as it does where `bulk` begins or ends: one is cut short by each."""
-        return -(-rows // rows_that_fit(group.usual_bytes, group.row_bytes)) + 3
+        """At the least size that they will have, whatever `bulk` begins or ends meanwhile."""
+        return -(-rows // rows_that_fit(group.usual_bytes, group.row_bytes)) + 1
 
     def _buffer_bytes(self, group: GroupRows) -> int:
         return buffer_bytes(group.filled_bytes, group.row_bytes, self._of.log.page_bytes)

@@ -33,10 +33,11 @@ from storage import (
     StoreIOError,
     StoreReadOnlyError,
 )
-from storage.export import columns, read, write
+from storage.export import columns, manifest, read, write
 from storage.export.ahead import ahead
 from storage.export.manifest import ExportFile, FileChecksum, load_export, verified
 from storage.export.read import GUARD
+from storage.row_log.group_rows import GroupRows
 from storage.row_log.hashing import checksum, long_checksum
 from storage.testing import EXTREME_IDS, schema_of
 
@@ -720,18 +721,60 @@ def test_a_files_checksum_is_the_same_in_any_pieces() -> None:
     assert digests == {f"{checksum(words):016x}"}
 
 
-@pytest.mark.parametrize("size", [0, 1, 239, 241, 1 << 20, (1 << 23) + 1])
-def test_files_of_any_size_are_verified(tmp_path: Path, size: int) -> None:
+def _chain(data: bytes) -> str:
+    """As version 1 of the format had it."""
+    value = 0
+    for at in range(0, len(data), 1 << 20):
+        value = checksum(data[at : at + (1 << 20)], value)
+    return f"{value:016x}"
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 239, 241, 1 << 20, (3 << 20) + 1, (1 << 23) + 1])
+def test_files_of_any_size_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, chained: bool
+) -> None:
+    monkeypatch.setattr(manifest, "_CHUNK_BYTES", manifest._SPAN_BYTES)
     data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()
     (tmp_path / "rows-0.parquet").write_bytes(data)
     of = FileChecksum()
     of.add(memoryview(data))
-    file = ExportFile("rows-0.parquet", 0, 1, 0, size, of.digest())
-    assert sum(verified(tmp_path / file.name, file)) == size
+    file = ExportFile("rows-0.parquet", 0, 1, 0, size, _chain(data) if chained else of.digest())
+    assert sum(verified(tmp_path / file.name, file, chained=chained)) == size
     for at in (0, size // 2, size - 1) if size else ():
         (tmp_path / file.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(CorruptExportError, match="is damaged: its checksum is"):
-            sum(verified(tmp_path / file.name, file))
+            sum(verified(tmp_path / file.name, file, chained=chained))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_files_that_are_read_in_short_pieces_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chained: bool
+) -> None:
+    data, preadv = bytes(range(256)) * 20_000, os.preadv
+    (tmp_path / "rows-0.parquet").write_bytes(data)
+    of = FileChecksum()
+    of.add(memoryview(data))
+    file = ExportFile("rows-0.parquet", 0, 1, 0, len(data), _chain(data) if chained else of.digest())
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:70_001]], at))
+    assert sum(verified(tmp_path / file.name, file, chained=chained)) == len(data)
+
+
+def test_a_delta_asks_for_the_stored_ids_of_its_rows_and_a_full_export_does_not(
+    target: LmdbStore, full: Path, delta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    ask = GroupRows._ask_for_ids
+
+    def counted(group: GroupRows, tables: Any, ids: Any, known: Any) -> None:
+        asked.append(len(ids))
+        ask(group, tables, ids, known)
+
+    monkeypatch.setattr(GroupRows, "_ask_for_ids", counted)
+    target.import_(full)
+    assert not asked
+    target.import_(delta)
+    assert asked
 
 
 def test_ahead_makes_one_item_ahead_and_passes_errors_on() -> None:

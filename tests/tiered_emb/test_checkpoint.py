@@ -35,6 +35,7 @@ from tiered_emb import (
     save_checkpoint,
 )
 from tiered_emb.budget import HostBudget
+from tiered_emb.checkpoint_files import Folder
 from tiered_emb.optim import RowRule
 
 IDS = torch.arange(3000)
@@ -407,15 +408,16 @@ def test_keep_last_drops_older_ones_with_their_snapshots(tmp_path: Path) -> None
     run.model.close()
 
 
+@pytest.mark.parametrize("failing", ["drop_snapshot", "rename"])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_checkpoint_is_whole_where_older_ones_cannot_be_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, failing: str
 ) -> None:
     run, saves = Run(on_disk(tmp_path)), tmp_path / "saves"
     run.save(saves)
     run.steps(2)
 
-    def full(store: LmdbStore, name: str) -> None:
+    def full(*_: object) -> None:
         raise StoreFullError("no room")
 
     def save() -> Any:
@@ -423,9 +425,14 @@ def test_a_checkpoint_is_whole_where_older_ones_cannot_be_dropped(
         return saved.wait() if background else saved
 
     with monkeypatch.context() as patch:
-        patch.setattr(LmdbStore, "drop_snapshot", full)
+        if failing == "rename":
+            patch.setattr(Folder, "withdraw", full)
+        else:
+            patch.setattr(LmdbStore, "drop_snapshot", full)
         with pytest.warns(UserWarning, match="the checkpoint is whole, but .* no room"):
-            assert save().tag == "step-2"
+            saved = save()
+        assert saved.tag == "step-2"
+        assert saved.dropped == (() if failing == "rename" else ("step-0",))
     run.steps(2)
     run.save(saves, keep_last=1)
     assert [one.name.rpartition(":")[2] for one in run.model.users.engine.store.snapshots()] == ["step-4"]
@@ -702,6 +709,11 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         run.save(saves, extra=np.float64(1.5))
     with pytest.raises(ConfigError, match=r"something in it that no checkpoint takes: .*pickle"):
         run.save(saves, extra={"clean": lambda: None})
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ConfigError, match=r"something in it that no checkpoint takes: .*recursion"):
+        run.save(saves, extra=deep)
     for tag in ("", "a/b", "..", ".hidden", "x.tmp", "rows", "rows-2", "x" * 129):
         with pytest.raises(ConfigError, match="tag is"):
             run.save(saves, tag)

@@ -134,7 +134,8 @@ def test_an_export_is_no_damaged_store(tmp_path: Path, path: Path, command: str)
     run("export", path, tmp_path / "export", "--snapshot", "one")
     done = run(command, tmp_path / "export")
     assert done.exit_code == 1
-    assert "holds a 'tiered-emb export' and no store: import it into one" in done.stderr
+    assert "is not the manifest of a store" in done.stderr
+    assert "found 'tiered-emb export'" in done.stderr
 
 
 def test_verify_of_a_good_store(path: Path) -> None:
