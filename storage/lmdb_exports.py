@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
+from storage.errors import StoreClosedError, StoreForkedError
 from storage.export import ExportReport, ImportReport, export, import_
 from storage.row_log.session import Session
 
@@ -100,13 +101,19 @@ class Exports:
 
     @contextmanager
     def bulk(self, group: int, rows: int) -> Iterator[None]:
-        """Around puts of many rows that are new: room in the index at once, and larger segments unless the
-        configuration names a size."""
-        with self._session.changing() as writer, self._session.lock:
-            writer.begin_bulk(self._session.group(group), rows)
+        """Around puts of many rows that are new: room in the index at once, larger segments unless the configuration
+        names a size, and commits without a pause.
+
+        Raises:
+            MemoryError: an index of so many rows more does not fit. Nothing has begun.
+        """
+        begun = False
         try:
+            with self._session.changing() as writer, self._session.lock:
+                writer.begin_bulk(self._session.group(group), rows)
+                begun = True
             yield
         finally:
-            with self._session.writing, self._session.lock:
-                if not self._session.closed:
+            if begun:
+                with suppress(StoreClosedError, StoreForkedError), self._session.changing(), self._session.lock:
                     writer.end_bulk(self._session.group(group))

@@ -49,7 +49,7 @@ class ManifestKind:
                 f'{where} is not the manifest of {self.what}: expected "format": "{self.format}" in it{found}'
             )
         read = (*self.older, self.version)
-        if data.get("version") not in read:
+        if type(data.get("version")) is not int or data["version"] not in read:
             listed = f"version{'s' if self.older else ''} {' and '.join(map(str, read))}"
             raise self.foreign(f"{where} has version {data.get('version')}: this program reads {listed}")
         body = {name: value for name, value in data.items() if name != "checksum"}

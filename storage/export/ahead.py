@@ -1,7 +1,7 @@
 """A thread that makes the next item of an iterator while the last one is worked on.
 
 As many items are made ahead as are asked for and no more: with one, at most two exist. The thread lives until the
-items end or the generator is closed.
+items end or the generator is closed. Where there is none to be had, the caller makes each item when it asks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ def ahead(items: Iterable[_T], most: int = 1) -> Generator[_T, None, None]:
     """The items, in their order, made in a thread of their own, `most` ahead; what making one raises is raised here."""
     wanted, made = Semaphore(most), SimpleQueue[Any]()
     maker = _Maker(items, wanted, made)
-    maker.start()
+    try:
+        maker.start()
+    except RuntimeError:  # no thread to be had
+        yield from items
+        return
     try:
         while True:
             item, error = made.get()

@@ -21,6 +21,7 @@ from storage.errors import CorruptExportError, ExportError, StorageError, StoreC
 from storage.export.ahead import ahead
 from storage.export.columns import Part, arrow, rows_of
 from storage.export.manifest import DELTA, FULL, ExportFile, ExportManifest, Progress, load_export, verify_files
+from storage.interrupts import Uninterrupted
 from storage.row_log.snapshots import check_name
 from storage.snapshot import Snapshot
 from storage.store import Mask, RowBytes, RowIds, TableRef
@@ -135,8 +136,8 @@ class _Import:
             self._back = GUARD
         elif self._store.changed_since(GUARD):
             raise ExportError(
-                f"an import into {self._store.path} was cut off and left some of its rows: go back first (rollback), "
-                f"or by hand to snapshot {GUARD!r}"
+                f"an import into {self._store.path} was cut off. Its rows, and whatever was put after it began, go if "
+                f"you go back first (rollback), or by hand to snapshot {GUARD!r}; to keep all of it, drop that snapshot"
             )
 
     def _check_base(self, there: list[Snapshot], rollback: bool) -> None:
@@ -174,8 +175,8 @@ class _Import:
             self._store.rollback(self._back, drop_later=True)
             if self._manifest.kind == FULL:
                 self._check_empty()
-        self._store.snapshot(GUARD, drop=[GUARD])
         try:
+            self._store.snapshot(GUARD, drop=[GUARD])
             for name, number in self._manifest.tables.items():
                 self._refs[name] = self._store.open_table(name, self._manifest.groups[number])
             for file in self._manifest.files:
@@ -209,8 +210,13 @@ class _Import:
     def _undo(self, error: BaseException) -> None:
         """Go back to where the store was. If the disk does not let us, the guard stays for who reopens the store."""
         try:
-            self._store.rollback(GUARD)
-            self._store.drop_snapshot(GUARD)
+            with Uninterrupted():
+                names = [one.name for one in self._store.snapshots()]
+                if GUARD in names:
+                    self._store.rollback(GUARD)
+                    self._store.drop_snapshot(GUARD)
+                elif self._name in names:
+                    error.add_note(f"by then all was imported: {self._store.path} has its snapshot {self._name!r}")
         except StorageError as second:
             error.add_note(
                 f"the rows imported so far could not be taken back ({second}): reopen {self._store.path} and go back "
@@ -253,6 +259,8 @@ class _Import:
         try:
             with parquet.ParquetFile(where, memory_map=True) as opened:
                 for at in range(opened.num_row_groups):
+                    if os.stat(where).st_size < file.bytes:  # mapped bytes that are gone would kill the process
+                        raise CorruptExportError(f"{where} was cut short while it was imported; copy it once more")
                     table = opened.read_row_group(at, use_threads=False)
                     for part in rows_of(table, schema, numbers, where, most):
                         yield part, at / opened.num_row_groups

@@ -10,7 +10,7 @@ child, where nobody may write.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Condition, Thread, current_thread
+from threading import Condition, RLock, Thread, current_thread
 
 
 class Maintenance:
@@ -21,6 +21,11 @@ class Maintenance:
         work: one round; called without the lock, raises nothing. Returns after how many seconds it wants to be called
             again although nobody asks; None = not at all.
         name: of the thread.
+
+    Attributes:
+        working: held during a round, and taken before the store's lock. Who forks takes it: where a child closes the
+            environment that it has inherited, LMDB's binding waits for calls that were under way at the fork, in a
+            thread that the child does not have.
     """
 
     def __init__(self, lock: Condition, work: Callable[[], float | None], name: str) -> None:
@@ -29,6 +34,7 @@ class Maintenance:
         self._name = name
         self._thread: Thread | None = None
         self._asked = self._stopping = False
+        self.working = RLock()
 
     def ask(self) -> None:
         """Have a round begin soon. Requires: the lock."""
@@ -49,7 +55,8 @@ class Maintenance:
     def _run(self) -> None:
         pause: float | None = None
         while self._begin(pause):
-            pause = self._work()
+            with self.working:
+                pause = self._work()
 
     def _begin(self, pause: float | None) -> bool:
         """Wait until there is a reason for a round; False to end."""

@@ -432,6 +432,8 @@ class Session:
 
 
 _forking = RLock()
+_working_at_fork: list[RLock] = []  # of their writers
+_LONGEST_ROUND_S = 10.0  # of maintenance; if it takes longer it may wait for who forks, and a child is the one to wait
 _at_fork: list[Session] = []  # whose locks are held while the process forks, so that a child finds nothing half changed
 
 
@@ -439,17 +441,26 @@ def _before_fork() -> None:
     _forking.acquire()
     _at_fork[:] = sorted(_OPEN, key=id)
     for session in _at_fork:
+        if session.writer is not None and session.writer.working.acquire(timeout=_LONGEST_ROUND_S):
+            _working_at_fork.append(session.writer.working)
         session.lock.acquire()
         session.remember_transaction()
 
 
+def _let_work() -> None:
+    while _working_at_fork:
+        _working_at_fork.pop().release()
+
+
 def _after_fork_in_parent() -> None:
+    _let_work()
     while _at_fork:
         _at_fork.pop().lock.release()
     _forking.release()
 
 
 def _after_fork_in_child() -> None:
+    _let_work()
     while _at_fork:
         _at_fork.pop().forget_threads()
     _forking.release()

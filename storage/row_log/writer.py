@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
+from threading import RLock
 
 from storage.errors import CorruptionError, StorageError, StoreConfigError, StoreFullError, StoreIOError
 from storage.memory import keep_freed
@@ -69,6 +70,11 @@ class Writer:
         keep_freed(parts.config.write_buffer_bytes // 2)  # LMDB's copy of what it commits
         self.committer.recover()
         self._ask_if_due()
+
+    @property
+    def working(self) -> RLock:
+        """As `Maintenance.working`."""
+        return self._maintenance.working
 
     @property
     def state(self) -> State:
@@ -188,7 +194,14 @@ class Writer:
     def begin_bulk(self, group: GroupRows, rows: int) -> None:
         """See `LmdbStore.bulk`. Requires: the lock. Raises as `open_buffer`."""
         self._check()
-        group.index.reserve(group.index.rows + rows)
+        try:
+            group.index.reserve(group.index.rows + rows)
+        except (MemoryError, OSError, OverflowError) as error:
+            group.index.trim()
+            raise MemoryError(
+                f"there is no memory for an index of {group.index.rows + rows:,} rows of {self._of.path} ({error}): "
+                "say fewer at bulk()"
+            ) from error
         self._fill_to(group, max(group.usual_bytes, self._of.config.bulk_bytes()))
         group.expects_new = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,42 @@ def test_a_bulk_load_commits_what_is_sealed_at_once_and_early(tmp_path: Path, mo
 def test_a_bulk_load_that_cannot_begin_leaves_nothing_of_it(tmp_path: Path) -> None:
     with LmdbStore(tmp_path / "st") as store:
         table = store.open_table("t", SCHEMA)
-        with pytest.raises(OSError, match="memory"), store.bulk(table.group, 1 << 44):
+        with pytest.raises(MemoryError, match="say fewer at bulk"), store.bulk(table.group, 1 << 44):
             raise AssertionError("it has begun")
-        assert not store._session.groups[0].expects_new
+        group = store._session.groups[0]
+        assert not group.expects_new
+        assert group.filled_bytes == group.usual_bytes
+
+
+@pytest.mark.parametrize("where", ["index.trim", "_finish"])
+def test_ctrl_c_at_the_end_of_a_bulk_load_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (20_000, 128), dtype=np.uint8)
+    with LmdbStore(tmp_path / "st") as store:
+        table = store.open_table("t", SCHEMA)
+        group = store._session.groups[0]
+        owner, _, name = where.rpartition(".")
+        of = getattr(group, owner) if owner else group
+        real = getattr(of, name)
+
+        def interrupted(*arguments: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return real(*arguments)
+
+        def load() -> None:
+            with store.bulk(table.group, len(rows)):
+                store.put(RowIds.of(table, np.arange(len(rows))), rows)
+                monkeypatch.setattr(of, name, interrupted)
+
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        monkeypatch.undo()
+        assert not group.expects_new
+        assert group.filled_bytes == group.usual_bytes
+    with LmdbStore(tmp_path / "st") as store:
+        table = store.open_table("t", SCHEMA)
+        out, found = np.zeros_like(rows), np.zeros(len(rows), np.bool_)
+        store.get(RowIds.of(table, np.arange(len(rows))), out, found)
+        assert found.all()
+        assert np.array_equal(out, rows)

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from storage import (
     StoreReadOnlyError,
 )
 from storage.export import columns, manifest, read, write
-from storage.export.ahead import ahead
+from storage.export.ahead import _Maker, ahead
 from storage.export.manifest import ExportFile, FileChecksum, load_export, verified
 from storage.export.read import GUARD
 from storage.row_log.group_rows import GroupRows
@@ -548,6 +549,73 @@ def test_what_is_no_export(target: LmdbStore, tmp_path: Path, full: Path) -> Non
     refused(target, full, ExportError, "has version 3: this program reads versions 1 and 2")
 
 
+# ---- interrupts
+
+
+@pytest.mark.parametrize("verb", ["snapshot", "snapshot_of"])
+def test_ctrl_c_at_the_beginning_leaves_no_guard_and_at_the_end_says_that_all_is_there(
+    target: LmdbStore, full: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    real = getattr(LmdbStore, verb)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        real(*arguments, **named)
+        raise KeyboardInterrupt  # that was held back until then
+
+    monkeypatch.setattr(LmdbStore, verb, interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        target.import_(full)
+    monkeypatch.undo()
+    names = [one.name for one in target.snapshots()]
+    notes = getattr(caught.value, "__notes__", [])
+    if verb == "snapshot":
+        assert (names, target.stats().rows, notes) == ([], 0, [])
+        target.import_(full)
+    else:
+        assert names == [load_export(full).snapshot]
+        assert len(notes) == 1
+        assert "by then all was imported" in notes[0]
+    assert target.stats().rows == load_export(full).rows
+
+
+@pytest.mark.parametrize("kind", ["export", "import"])
+def test_without_a_thread_it_is_done_all_the_same(
+    source: LmdbStore, target: LmdbStore, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    target.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(_Maker, "start", refused)
+        if kind == "export":
+            source.export(tmp_path / "again", snapshot=load_export(full).snapshot)
+        else:
+            target.import_(full)
+    if kind == "export":
+        target.import_(tmp_path / "again")
+    assert target.stats().rows == load_export(full).rows
+
+
+def test_a_file_that_is_cut_short_while_it_is_imported_is_an_error(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path / "s") as store:
+        put(store, "a", range(80_000), 1, RowSchema((Column("weight", "float32", 256),)))
+        store.snapshot("s0")
+        store.export(tmp_path / "export", snapshot="s0")
+    file = tmp_path / "export" / "rows-0.parquet"
+    size = file.stat().st_size
+
+    def cut(done: int, total: int) -> None:
+        if done > size:  # verified, and some of it put
+            os.truncate(file, size // 4)
+
+    with LmdbStore(tmp_path / "t") as target:
+        with pytest.raises(CorruptExportError, match="was cut short while it was imported"):
+            target.import_(tmp_path / "export", progress=cut)
+        assert target.stats().rows == 0
+        assert not target.snapshots()
+
+
 # ---- damage
 
 
@@ -676,7 +744,7 @@ def test_a_crash_in_the_middle(
             target.import_(full)
         else:
             assert len(contents(target)) > len(before)
-            refused(target, full, ExportError, "was cut off and left some of its rows")
+            refused(target, full, ExportError, "was cut off. Its rows, and whatever was put after it began")
             target.import_(full, rollback=True)
         assert contents(target) == before | contents(source)
         assert [one.name for one in target.snapshots()] == ["s0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from threading import Barrier, Thread
@@ -194,3 +195,26 @@ def test_closing_waits_for_those_who_read(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+def test_a_child_of_a_fork_in_mid_commit_reads_once_its_parent_has_committed_more(tmp_path: Path) -> None:
+    """LMDB's binding once waited there for calls of the parent's thread, for ever."""
+    config = StoreConfig(write_buffer_bytes=1 << 23)
+    data = np.ones((60_000, 64), np.uint8)
+    with LmdbStore(tmp_path / "st", config=config) as store:
+        table = store.open_table("t", schema_of(16))
+        for round in range(40):
+            store.put(RowIds.of(table, np.arange(len(data)) + round * len(data)), data)
+            start, go = os.pipe()
+            child = fork()
+            if not child:
+                signal.alarm(60)
+                os.read(start, 1)
+                out, found = np.zeros((100, 64), np.uint8), np.zeros(100, np.bool_)
+                store.get(RowIds.of(table, np.arange(100)), out, found)
+                os._exit(0 if found.all() and out.all() else 1)
+            store.flush()
+            os.write(go, b"1")
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            os.close(start)
+            os.close(go)
