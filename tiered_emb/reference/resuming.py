@@ -1,7 +1,7 @@
 """Checkpoints of the main job: when one is made, what is in it beside the model, and how a run goes on from one.
 
-A checkpoint is made every so many steps, beside the steps that follow, and at the last one, and where Ctrl-C stops a
-run. `KEPT` of them stay. A run that resumes goes back to the newest: rows that were evicted, and steps that were taken
+A checkpoint is made before the first step, every so many steps, beside the steps that follow, and at the last one, and
+where Ctrl-C stops a run. `KEPT` of them stay. A run that resumes goes back to the newest: rows that were evicted, and steps that were taken
 since, are gone. It must have the options that decide the numbers; budgets, policies, lookahead and more epochs are
 free.
 
@@ -128,6 +128,8 @@ class Resuming:
             self._go_on(model, trained)
         if saves:
             self._model = model
+            if self._settings.checkpoint_every is not None and self.newest_step() is None:
+                self._save(trained, background=False)  # or a kill in the middle of the first one leaves rows without it
 
     def _take_directory(self) -> None:
         """Have the directory of checkpoints for this run alone, as long as it goes on. Raises ConfigError."""

@@ -123,6 +123,35 @@ def test_a_run_that_failed_says_where_to_go_on_and_loses_what_came_later(
     assert "resuming at step 8; 1 step after it is discarded\n" in said
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_kill_between_a_snapshot_and_its_checkpoint_loses_neither(
+    clicks: object, expected: list[object], tmp_path: Path, before: int
+) -> None:
+    """The store has the rows of a checkpoint then that will never be whole: of the first one, or a later one."""
+    program = (
+        "import os, sys\n"
+        "from tests.tiered_emb.reference.test_training import Clicks\n"
+        "from tiered_emb.checkpoint_files import Folder\n"
+        "from tiered_emb.cli import main\n"
+        "from tiered_emb.reference import job\n"
+        "job.open_stream = lambda settings, console: Clicks(lambda number: None)\n"
+        "finish, left = Folder.finish, [int(sys.argv.pop(1))]\n"
+        "def killed(folder, manifest):\n"
+        "    left[0] -= 1\n"
+        "    os._exit(9) if left[0] < 0 else finish(folder, manifest)\n"
+        "Folder.finish = killed\n"
+        "main()\n"
+    )
+    store = "--store", str(tmp_path / "rows"), "--checkpoint-every", "5"
+    command = [sys.executable, "-c", program, str(before + 1), "train", *SMALL, *store]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=240).returncode == 9
+    found, said = done(*store, "--resume")
+    assert found == expected
+    assert f"resuming at step {5 * before}" in said
+    assert "the last run was killed" in said
+
+
 def test_nothing_to_resume_starts_at_the_beginning(expected: list[object], tmp_path: Path) -> None:
     found, said = done("--store", tmp_path / "rows", "--resume")
     assert found == expected
