@@ -1,9 +1,9 @@
 """Checkpoints of the main job: when one is made, what is in it beside the model, and how a run goes on from one.
 
 A checkpoint is made before the first step, every so many steps, beside the steps that follow, and at the last one, and
-where Ctrl-C stops a run. `KEPT` of them stay. A run that resumes goes back to the newest: rows that were evicted, and steps that were taken
-since, are gone. It must have the options that decide the numbers; budgets, policies, lookahead and more epochs are
-free.
+where Ctrl-C stops a run. `KEPT` of them stay. A run that resumes goes back to the newest: rows that were evicted, and
+steps that were taken since, are gone. It must have the options that decide the numbers; budgets, policies, lookahead
+and more epochs are free.
 
 While a run goes on its directory of checkpoints holds a file `running`, locked. One that is there when a run resumes
 tells that the last one was killed.
