@@ -16,7 +16,7 @@ from benchmarks.timing import ratio, take_turns
 from storage import Column, LmdbStore, RowIds, RowSchema, StoreConfig
 
 _BLOCK = 100_000
-_CONFIG = StoreConfig(write_buffer_bytes=64 << 20)
+_CONFIG = StoreConfig(write_buffer_bytes=128 << 20)  # as `tiered-emb store import`
 
 
 def export_vs_copy(rows: int, dim: int, directory: Path, rounds: int = 5) -> dict[str, Figure]:
