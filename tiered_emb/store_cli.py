@@ -16,7 +16,6 @@ import click
 
 from tiered_emb.exits import FAILED, one_line_errors
 
-
 _IMPORT_BUFFER_BYTES = 128 << 20  # of rows on their way to the disk: with 64 MiB an import takes a tenth longer
 
 
