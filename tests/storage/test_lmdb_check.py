@@ -292,7 +292,8 @@ def places_to_flip(data: Path, every: bool) -> list[tuple[int, int]]:
     own = set()
     for found in re.finditer(b"TECOMMIT", raw):
         new, deleted = (int.from_bytes(raw[found.start() + at :][:4], "little") for at in (32, 36))
-        own |= set(range(found.start(), found.start() + 96 + 8 * (new + deleted) + 8))
+        page_end = (found.start() // PAGE + 1) * PAGE  # what a page has left of another one may say any size
+        own |= set(range(found.start(), min(found.start() + 96 + 8 * (new + deleted) + 8, page_end)))
     for first, last in spans:
         for at in sorted(set(range(first, min(last, len(raw)))) - own):
             bits = range(8) if every else [(at * 7 + at // PAGE) % 8]
