@@ -63,11 +63,11 @@ def write_dense(beside: Mapping[str, Any], file: IO[bytes]) -> None:
     """Write it. Raises ConfigError for what cannot be written."""
     try:
         torch.save(beside, file)
-    except (OSError, MemoryError):
+    except RecursionError as error:
+        raise _not_taken(error) from error
+    except (OSError, MemoryError, RuntimeError):  # torch's of the disk are RuntimeErrors
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
-            raise  # torch's, of the disk
         raise _not_taken(error) from error
 
 

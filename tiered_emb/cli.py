@@ -49,7 +49,7 @@ main.add_command(policies)
     "--checkpoint-every",
     metavar="STEPS",
     type=int,
-    help="Save a checkpoint so often, and at the end; needs --store.  [default: never]",
+    help="Save a checkpoint so often, at the start and at the end; needs --store.  [default: never]",
 )
 @click.option(
     "--checkpoints",

@@ -144,8 +144,6 @@ def snapshot(path: str, name: str, keep_last: int | None, later: str | None, as_
             made = opened.snapshot(name, keep_last=keep_last)
         click.echo(f"{path}: snapshot {made.name!r} of {made.rows:,} rows", err=as_json)
         if as_json:
-            from dataclasses import asdict
-
             figures = asdict(made)
             note = figures.pop("note")  # bytes of the caller's, of which JSON knows nothing
             _write_json({**figures, "note_bytes": len(note)}, "-")
@@ -157,8 +155,6 @@ def snapshot(path: str, name: str, keep_last: int | None, later: str | None, as_
 def list_snapshots(path: str, as_json: bool) -> None:
     """The snapshots of a store, oldest first, and what only they hold."""
     with one_line_errors():
-        from dataclasses import asdict
-
         from storage.describe import describe_store
         from tiered_emb.store_report import print_snapshots, table_console
 

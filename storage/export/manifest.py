@@ -40,7 +40,7 @@ _KIND = ManifestKind(
 )
 
 _DIGEST_BYTES = 1 << 20
-_SPAN_BYTES, _CHUNK_BYTES = 1 << 22, 1 << 26  # what one thread reads at a time, and all of them between two reports
+_SPAN_BYTES, _CHUNK_BYTES = 1 << 24, 1 << 26  # what one thread reads at a time, and all of them between two reports
 
 Progress = Callable[[int, int], None]
 

@@ -239,7 +239,9 @@ class Writer:
     def begin_state(self, rows: Mapping[int, int]) -> None:
         """Begin a state: all that was put so far, and at most so many `rows` of each group given to it later."""
         self._check_none_begun()
-        self.committer.begin(sum(self._most_segments_for(self._of.groups[group], n) for group, n in rows.items()))
+        # at the least size that they will have, whatever `bulk` begins or ends meanwhile
+        groups = [(self._of.groups[number], count) for number, count in rows.items()]
+        self.committer.begin(sum(_segments_for(group, count, group.usual_bytes) for group, count in groups))
 
     def complete_state(self, note: bytes | None, name: str | None, drops: Collection[str]) -> None:
         """Make the state that was begun durable, keep it under a name, let snapshots go. Raises as `open_buffer`."""
@@ -446,18 +448,16 @@ class Writer:
     def memory_after(self, inserts: int) -> int:
         """As `Store.memory_after`. Requires: the lock."""
         fixed = sum(g.index.memory_bytes + g.index.jump_bytes(inserts) for g in self._of.groups) + 16 * inserts
-        lines = sum(g.segments.memory_after(self._segments_for(g, inserts)) for g in self._of.groups)
+        lines = sum(g.segments.memory_after(_segments_for(g, inserts, g.filled_bytes)) for g in self._of.groups)
         each = 1 if self.committer.begun is None else 2  # segments that are being filled at once
         one_each = each * sum(self._buffer_bytes(group) for group in self._of.groups)
         buffers = 2 * max(one_each, self._of.config.write_buffer_bytes // 2)
         return fixed + lines + buffers + self.compactor.memory_bytes()
 
-    def _segments_for(self, group: GroupRows, rows: int) -> int:
-        return -(-rows // rows_that_fit(group.filled_bytes, group.row_bytes)) + 1
-
-    def _most_segments_for(self, group: GroupRows, rows: int) -> int:
-        """At the least size that they will have, whatever `bulk` begins or ends meanwhile."""
-        return -(-rows // rows_that_fit(group.usual_bytes, group.row_bytes)) + 1
-
     def _buffer_bytes(self, group: GroupRows) -> int:
         return buffer_bytes(group.filled_bytes, group.row_bytes, self._of.log.page_bytes)
+
+
+def _segments_for(group: GroupRows, rows: int, filled_bytes: int) -> int:
+    """Segments of a size that rows of a group may take, one that is begun already included."""
+    return -(-rows // rows_that_fit(filled_bytes, group.row_bytes)) + 1

@@ -802,7 +802,8 @@ def _chain(data: bytes) -> str:
 def test_files_of_any_size_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, chained: bool
 ) -> None:
-    monkeypatch.setattr(manifest, "_CHUNK_BYTES", manifest._SPAN_BYTES)
+    monkeypatch.setattr(manifest, "_SPAN_BYTES", 1 << 21)
+    monkeypatch.setattr(manifest, "_CHUNK_BYTES", 1 << 22)
     data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()
     (tmp_path / "rows-0.parquet").write_bytes(data)
     of = FileChecksum()
