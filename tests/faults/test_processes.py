@@ -17,7 +17,7 @@ import pytest
 from storage import LmdbStore, RowIds, StoreLockedError
 from tests.faults.damage import refusal
 from tests.faults.lives import Lives, wait_for
-from tests.faults.oracle import IDS, TABLES, Undetected, difference, open_tables, read_all
+from tests.faults.oracle import HOLDS_THE_LOCK, IDS, TABLES, Undetected, difference, open_tables, read_all
 from tests.faults.tally import TALLY
 from tests.faults.victim import Child, call, config, inspect
 
@@ -61,8 +61,11 @@ def test_a_second_writer_is_refused_at_once_and_told_who_has_it(tmp_path: Path, 
 @DURABILITIES
 @pytest.mark.rounds(1, 3)
 def test_a_stopped_writer_holds_up_nobody(tmp_path: Path, durability: str, round: int) -> None:
-    """A second writer has its error, a reader its rows, and the writer goes on as if nothing had been."""
-    lives, rng = Lives(tmp_path, durability, seed=610 + round), np.random.default_rng([6, round])
+    """A second writer has its error, a reader its rows, and the writer goes on as if nothing had been.
+
+    This writer never reopens: between its close and its open the store is nobody's, and a second writer gets it.
+    """
+    lives, rng = Lives(tmp_path, durability, 610 + round, kinds=HOLDS_THE_LOCK), np.random.default_rng([6, round])
     writer = lives.born()
     writer.talk.send("go")
     wait_for(writer, "open")
