@@ -44,7 +44,7 @@ EVENTS = 1 << 12  # events that an operation may have
 COMPLETES = frozenset({"flush", "compact", "reopen", "snapshot"})  # operations that end in a complete state
 KEEP_LAST = 3  # snapshots
 SNAPSHOTS = ("put", "snapshot", "put", "rollback", "delete", "snapshot", "put", "snapshot", "drop", "put", "compact")
-HOLDS_THE_LOCK = ("put", "delete", "put", "look", "flush", "put", "snapshot", "put", "rollback", "drop", "put", "compact")
+HOLDS_THE_LOCK = ("put", "delete", "look", "put", "flush", "put", "snapshot", "rollback", "put", "drop", "compact")
 _KINDS = {
     "put": 0.58,
     "delete": 0.15,
