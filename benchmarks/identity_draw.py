@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_emb import SGD, Adagrad, Adam, Constant, Normal, RowwiseAdagrad, TableConfig, Uniform
+from tiered_emb import Constant, Normal, TableConfig, Uniform
 from tiered_emb.cache import POLICIES
 from tiered_emb.config import MODES
 from tiered_emb.lookup import UpdateTime
-from tiered_emb.optim import RowRule
+from tiered_emb.optim import RULES, RowRule
 
 Kind = Literal["bag", "embedding", "collection"]
 Random = np.random.Generator
@@ -34,7 +34,6 @@ STORES = (
     "lmdb-tiny",
 )  # our own in memory, one of each kind given, a path, tiny buffers
 STREAMS = ("zipf", "few", "cold", "mixed")
-_RULES: tuple[type[SGD] | type[Adagrad] | type[RowwiseAdagrad] | type[Adam], ...] = (SGD, Adagrad, RowwiseAdagrad, Adam)
 _ADMISSION = ("always", "tinylfu", "tinylfu:3", "probability", "probability:0.2")
 _INITS = (Normal(), Normal(0.5, 0.1), Uniform(-1, 1), Constant(0.25))
 _KINDS: tuple[tuple[Kind, ...], ...] = (("bag",), ("embedding",), ("collection",), ("bag", "collection"))
@@ -187,7 +186,8 @@ def _spec(random: Random, name: str, kind: Kind, dims: Sequence[int]) -> Spec:
 
 
 def _rule(random: Random) -> RowRule:
-    return _RULES[random.integers(len(_RULES))](lr=float(10 ** random.uniform(-3, 0)))
+    rule: RowRule = list(RULES.values())[random.integers(len(RULES))](lr=float(10 ** random.uniform(-3, 0)))
+    return rule
 
 
 def _tiers(random: Random, specs: Sequence[Spec]) -> Tiers:

@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from tiered_emb.init import Constant, Normal, Uniform
     from tiered_emb.metrics import EngineStats, TierStats
     from tiered_emb.module import TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
-    from tiered_emb.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+    from tiered_emb.optim import FTRL, LAMB, SGD, Adagrad, Adam, AdamW, RowwiseAdagrad, RowwiseAdam
     from tiered_emb.pipeline import Prefetch, prefetch
     from tiered_emb.plan import JaggedIds
     from tiered_emb.prepared import PrefetchStats
 
 __all__ = [
+    "FTRL",
+    "LAMB",
     "SGD",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
@@ -53,6 +56,7 @@ __all__ = [
     "Prefetch",
     "PrefetchStats",
     "RowwiseAdagrad",
+    "RowwiseAdam",
     "TableConfig",
     "TierCapacityError",
     "TierConfig",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tiered_emb.errors import ConfigError
-from tiered_emb.optim import RULES, SGD, Adagrad, Adam, RowRule, RowwiseAdagrad
+from tiered_emb.optim import FTRL, LAMB, RULES, SGD, Adagrad, Adam, AdamW, RowRule, RowwiseAdagrad, RowwiseAdam
 
 Array = npt.NDArray[np.float64]
 Step = Callable[[Array, Array, Array, int], None]
@@ -41,13 +41,88 @@ def adam64(w: Array, s: Array, g: Array, step: int) -> None:
     w -= 0.1 * corrected_m / (np.sqrt(corrected_v) + 1e-8 / math.sqrt(1 - 0.999**step))
 
 
+def momentum64(w: Array, s: Array, g: Array, step: int) -> None:
+    g = g + 0.01 * w
+    s[:] = 0.9 * s + g
+    w -= 0.1 * s
+
+
+def nesterov64(w: Array, s: Array, g: Array, step: int) -> None:
+    s[:] = 0.9 * s + g
+    w -= 0.1 * (g + 0.9 * s)
+
+
+def decay64(w: Array, s: Array, g: Array, step: int) -> None:
+    w -= 0.1 * (g + 0.01 * w)
+
+
+def corrected_averages(s: Array, g: Array, g2: Array, step: int) -> tuple[Array, Array]:
+    """Moves the averages, and divides both by what they lack."""
+    m, v = s[:, : g.shape[1]], s[:, g.shape[1] :]
+    m[:] = 0.9 * m + 0.1 * g
+    v[:] = 0.999 * v + 0.001 * g2
+    return m / (1 - 0.9**step), v / (1 - 0.999**step)
+
+
+def adamw64(w: Array, s: Array, g: Array, step: int) -> None:
+    m, v = corrected_averages(s, g, g**2, step)
+    w -= 0.1 * (m / (np.sqrt(v) + 1e-8) + 0.01 * w)
+
+
+def rowwise_adam64(w: Array, s: Array, g: Array, step: int) -> None:
+    m, v = corrected_averages(s, g, (g**2).mean(1, keepdims=True), step)
+    w -= 0.1 * m / (np.sqrt(v) + 1e-8)
+
+
+def decaying_rowwise_adam64(w: Array, s: Array, g: Array, step: int) -> None:
+    w *= 1 - 0.1 * 0.02
+    rowwise_adam64(w, s, g, step)
+
+
+def lamb64(w: Array, s: Array, g: Array, step: int, decay: float = 0) -> None:
+    m, v = corrected_averages(s, g, g**2, step)
+    u = m / (np.sqrt(v) + 1e-6) + decay * w
+    of_w, of_u = (np.linalg.norm(x, axis=1, keepdims=True) for x in (w, u))
+    w -= 0.1 * u * np.where((of_w > 0) & (of_u > 0), of_w / np.where(of_u > 0, of_u, 1), 1)
+
+
+def decaying_lamb64(w: Array, s: Array, g: Array, step: int) -> None:
+    lamb64(w, s, g, step, 0.02)
+
+
+def ftrl64(w: Array, s: Array, g: Array, step: int, l1: float = 0, l2: float = 0) -> None:
+    z, n = s[:, : w.shape[1]], s[:, w.shape[1] :]
+    z += g - (np.sqrt(n + g**2) - np.sqrt(n)) / 0.1 * w
+    n += g**2
+    w[:] = np.where(np.abs(z) > l1, -(z - np.sign(z) * l1) / ((1 + np.sqrt(n)) / 0.1 + l2), 0)
+
+
+def sparse_ftrl64(w: Array, s: Array, g: Array, step: int) -> None:
+    ftrl64(w, s, g, step, 0.5, 0.25)
+
+
 CASES: list[tuple[RowRule, Step]] = [
     (SGD(0.1), sgd64),
     (Adagrad(0.1), adagrad64),
     (RowwiseAdagrad(0.1), rowwise_adagrad64),
     (Adam(0.1), adam64),
+    (RowwiseAdam(0.1), rowwise_adam64),
+    (AdamW(0.1), adamw64),
+    (LAMB(0.1), lamb64),
+    (FTRL(0.1), ftrl64),
+]
+OPTIONS: list[tuple[RowRule, Step]] = [
+    (SGD(0.1, momentum=0.9, weight_decay=0.01), momentum64),
+    (SGD(0.1, momentum=0.9, nesterov=True), nesterov64),
+    (SGD(0.1, weight_decay=0.01), decay64),
+    (RowwiseAdam(0.1, weight_decay=0.02), decaying_rowwise_adam64),
+    (LAMB(0.1, weight_decay=0.02), decaying_lamb64),
+    (FTRL(0.1, l1=0.5, l2=0.25), sparse_ftrl64),
 ]
 RULE = pytest.mark.parametrize(("rule", "step64"), CASES, ids=[rule.name for rule, _ in CASES])
+WITH_OPTIONS = pytest.mark.parametrize(
+    ("rule", "step64"), CASES + OPTIONS, ids=[repr(one) for one, _ in CASES + OPTIONS]
+)
 SLOTS = 400
 
 
@@ -79,7 +154,7 @@ def test_every_rule_is_tested() -> None:
     assert all(type(rule) is RULES[rule.name] for rule, _ in CASES)
 
 
-@RULE
+@WITH_OPTIONS
 @pytest.mark.parametrize("dim", [1, 2, 3, 7, 8, 64, 1000])
 @pytest.mark.parametrize("n", [0, 1, 5, 300])
 def test_twins(rule: Any, step64: Step, n: int, dim: int) -> None:
@@ -94,7 +169,7 @@ def test_twins(rule: Any, step64: Step, n: int, dim: int) -> None:
         assert bits(fast.state) == bits(plain.state)
 
 
-@RULE
+@WITH_OPTIONS
 @pytest.mark.parametrize("dim", [1, 7, 64])
 def test_float64(rule: RowRule, step64: Step, dim: int) -> None:
     slab = Slab(rule, dim)
@@ -115,6 +190,10 @@ def test_float64(rule: RowRule, step64: Step, dim: int) -> None:
     [
         (SGD(0.1), lambda weight: torch.optim.SGD([weight], lr=0.1)),
         (Adagrad(0.1), lambda weight: torch.optim.Adagrad([weight], lr=0.1)),
+        (SGD(0.1, 0.9, 0.01), lambda w: torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.01)),
+        (SGD(0.1, 0.9, nesterov=True), lambda w: torch.optim.SGD([w], lr=0.1, momentum=0.9, nesterov=True)),
+        (AdamW(0.1), lambda weight: torch.optim.AdamW([weight], lr=0.1)),
+        (AdamW(0.1, (0.5, 0.9), 1e-3, 0.1), lambda w: torch.optim.AdamW([w], 0.1, (0.5, 0.9), 1e-3, 0.1)),
         (Adam(0.1), lambda weight: torch.optim.SparseAdam([weight], lr=0.1)),
         (Adam(0.01, (0.5, 0.9), 1e-3), lambda w: torch.optim.SparseAdam([w], lr=0.01, betas=(0.5, 0.9), eps=1e-3)),
     ],
@@ -125,11 +204,15 @@ def test_torch_optim(rule: RowRule, make: Callable[[torch.Tensor], torch.optim.O
     slab.state.zero_()
     weight = slab.weight.clone().requires_grad_()
     optimizer = make(weight)
+    sparse = rule in (SGD(0.1), Adagrad(0.1)) or isinstance(rule, Adam)
     for step in range(1, 21):
-        slots, grads = slab.slots(50), torch.from_numpy(slab.rng.standard_normal((50, dim)).astype(np.float32))
+        # rules that torch has for dense gradients only move all rows in every step
+        slots = slab.slots(50 if sparse else SLOTS)
+        grads = torch.from_numpy(slab.rng.standard_normal((len(slots), dim)).astype(np.float32))
         rule.apply(slab.weight, slab.state, slots, grads, step)
         with torch.sparse.check_sparse_tensor_invariants():
-            weight.grad = torch.sparse_coo_tensor(slots.long()[None], grads, weight.shape)
+            gradient = torch.sparse_coo_tensor(slots.long()[None], grads, weight.shape)
+            weight.grad = gradient if sparse else gradient.to_dense()
             optimizer.step()
     torch.testing.assert_close(slab.weight, weight.detach(), rtol=1e-5, atol=1e-5)
 
@@ -180,6 +263,14 @@ def test_a_rule_is_a_value(rule: RowRule, step64: Step) -> None:
         (lambda: Adagrad(0.1, eps=-1), "Adagrad: eps is -1"),
         (lambda: RowwiseAdagrad(math.inf), "RowwiseAdagrad: lr is inf"),
         (lambda: Adam(0.1, betas=(0.9, 1.0)), r"Adam: betas are \(0.9, 1.0\)"),
+        (lambda: AdamW(0.1, betas=(-0.1, 0.9)), r"AdamW: betas are \(-0.1, 0.9\)"),
+        (lambda: AdamW(0.1, weight_decay=-1), "AdamW: weight_decay is -1"),
+        (lambda: SGD(0.1, momentum=1), "SGD: momentum is 1"),
+        (lambda: SGD(0.1, nesterov=True), "SGD: nesterov=True needs a momentum"),
+        (lambda: LAMB(0.1, weight_decay=math.nan), "LAMB: weight_decay is nan"),
+        (lambda: RowwiseAdam(0.1, eps=-1), "RowwiseAdam: eps is -1"),
+        (lambda: FTRL(0.0), "FTRL: lr is 0"),
+        (lambda: FTRL(0.1, l1=-1), "FTRL: l1 is -1"),
     ],
 )
 def test_numbers_that_make_no_sense(make: Callable[[], RowRule], message: str) -> None:
