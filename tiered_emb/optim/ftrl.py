@@ -20,7 +20,7 @@ _LEAST_LR = 1e-30  # the rule divides by it
 
 @dataclass(frozen=True)
 class FTRL:
-    """s = sqrt(n + g * g); z += g - w * (s - sqrt(n)) / lr; n += g * g; w = (sign(z) * l1 - z) / ((beta + s) / lr + l2).
+    """s = sqrt(n + g**2); z += g - w * (s - sqrt(n)) / lr; n += g**2; w = (sign(z) * l1 - z) / ((beta + s) / lr + l2).
 
     w is 0 where |z| <= l1. A weight is made anew from z in each step that touches its row, so a row's random beginning
     is mostly gone after the first one. l1 and l2 are exact, not lazy: they count once, whatever the steps between.
