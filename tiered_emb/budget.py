@@ -134,8 +134,9 @@ class HostBudget:
         not do."""
         fixed = self.charged_bytes() + other_bytes
         part = int((self.limit_bytes - fixed - self.limit_bytes // 32) * share)
-        moving = min(move_bytes(part), part // 9) + schema.row_bytes  # the buffer: at most an eighth of the tier
-        rows = self._kind.capacity_for(max(0, part - moving), schema.row_bytes)
+        row_bytes = self._shares.row_bytes(schema, "ddr")
+        moving = min(move_bytes(part), part // 9) + row_bytes  # the buffer: at most an eighth of the tier
+        rows = self._kind.capacity_for(max(0, part - moving), row_bytes)
         if rows < self._shares.least_rows(schema):
             raise self._none_fits(
                 [schema], self._enough(fixed, self._least_part(schema) / share, len(self._groups) + 1)
@@ -157,20 +158,21 @@ class HostBudget:
         schema, share = group.schema, self._shares.part(group.schema)
         least = self._shares.least_rows(schema)
         part = int((self.limit_bytes - fixed_bytes - self.limit_bytes // 32) * share)
-        rows = min(group.tiers[-1].capacity_rows, self._kind.capacity_for(max(0, part), schema.row_bytes))
+        row_bytes = self._shares.row_bytes(schema, "ddr")
+        rows = min(group.tiers[-1].capacity_rows, self._kind.capacity_for(max(0, part), row_bytes))
         if rows < least and self._shares.floors(schema):
-            tier_bytes = self._tier_bytes(least, schema.row_bytes) / share
+            tier_bytes = self._tier_bytes(least, schema) / share
             enough = self._more(fixed_bytes, tier_bytes)
             raise TierCapacityError(
                 f"min_rows of {listed(list(self._shares.floors(schema)))} are {least - 1} rows together, others need "
-                f"one, but ddr_bytes is {self.limit_bytes}, in which {rows} rows of {schema.row_bytes} bytes have "
+                f"one, but ddr_bytes is {self.limit_bytes}, in which {rows} rows of {row_bytes} bytes have "
                 f"room: lower them, or close the modules of this store and use at least {enough} bytes"
             )
 
     def _least_part(self, schema: RowSchema) -> int:
         """What the smallest DDR tier of such rows needs, and the buffer beside it."""
         rows = self._shares.least_rows(schema)
-        return (self._tier_bytes(rows, schema.row_bytes) + schema.row_bytes) * 9 // 8 + 9
+        return (self._tier_bytes(rows, schema) + self._shares.row_bytes(schema, "ddr")) * 9 // 8 + 9
 
     def _none_fits(self, schemas: Sequence[RowSchema], enough: int) -> TierCapacityError:
         names = [name for schema in schemas for name in self._shares.floors(schema)]
@@ -200,7 +202,7 @@ class HostBudget:
     def bytes_for(self, group: TableGroup, rows: int) -> int:
         """A budget that suffices for a batch that needs so many slots of a group's DDR tier."""
         fixed = self._beside_tiers(_Demand({group.number: rows}, rows))
-        tier = self._tier_bytes(rows, group.schema.row_bytes) / self._shares.part(group.schema)
+        tier = self._tier_bytes(rows, group.schema) / self._shares.part(group.schema)
         return self._more(fixed, tier)
 
     def lower_for_new(self) -> None:
@@ -267,7 +269,8 @@ class HostBudget:
     def _lower(self, group: TableGroup, tier_bytes: int) -> bool:
         """Lower a tier to so many bytes, but not below its floors and a row; whether it was above."""
         tier = group.tiers[-1]
-        rows = max(self._shares.least_rows(group.schema), self._kind.capacity_for(tier_bytes, group.schema.row_bytes))
+        row_bytes = self._shares.row_bytes(group.schema, "ddr")
+        rows = max(self._shares.least_rows(group.schema), self._kind.capacity_for(tier_bytes, row_bytes))
         if rows >= tier.capacity_rows:
             return False
         group.release_dropped()
@@ -294,15 +297,15 @@ class HostBudget:
         if group.lower is None:
             coming = sum(batch.unique - batch.floored for batch in batches if batch.group is group)
             rows = max(rows, rows - 1 + coming + room.pinned_above_floors(group.top.directory))
-        return self._tier_bytes(rows, group.schema.row_bytes)
+        return self._tier_bytes(rows, group.schema)
 
     def _too_narrow(self, group: TableGroup, batches: Sequence[Coming]) -> bool:
         """Whether a DDR tier that is worked on has too few slots, whatever the other groups give up: none grows."""
         unpinned = sum(batch.unpinned for batch in batches if batch.group is group)
         return group.lower is None and unpinned > group.top.directory.room()
 
-    def _tier_bytes(self, rows: int, row_bytes: int) -> int:
-        return self._kind.bytes_for(rows) + rows * row_bytes
+    def _tier_bytes(self, rows: int, schema: RowSchema) -> int:
+        return self._kind.bytes_for(rows) + rows * self._shares.row_bytes(schema, "ddr")
 
     def _note(self, demand: _Demand) -> None:
         self.peak_bytes = max(self.peak_bytes, self._charged(demand))
@@ -325,7 +328,7 @@ class HostBudget:
         names = [name for group in kept for name in self._shares.floors(group.schema)]
         if not names:
             return ""
-        size = sum(rows * group.schema.row_bytes for group, rows in kept.items())
+        size = sum(rows * self._shares.row_bytes(group.schema, "ddr") for group, rows in kept.items())
         return f", and {size} for the min_rows of {listed(names)}"
 
 

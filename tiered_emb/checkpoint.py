@@ -93,6 +93,7 @@ class Checkpoint:
         extra: what was given to `save_checkpoint`; None in a list.
         cold: after a load, why tiers start empty; nothing where they hold what they held.
         reset: after a load, tables whose optimizer state starts from zero.
+        rounded: after a load, tables whose rows were saved in another precision.
         dropped: after a load, tags of newer checkpoints that went with the rows that it went back behind; after a save,
             those beyond ``keep_last``.
     """
@@ -105,6 +106,7 @@ class Checkpoint:
     extra: Any = None
     cold: tuple[str, ...] = ()
     reset: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
 
@@ -285,7 +287,15 @@ def load_checkpoint(
             stacklevel=2,
         )
     found = _described(folder, manifest)
-    return replace(found, extra=beside["extra"], cold=tuple(cold), reset=reset, dropped=tuple(dropped))
+    rounded = tuple(table for one in loads for table in one.rounded)
+    if rounded:
+        warnings.warn(
+            f"tables {', '.join(rounded[:5])} were saved in another precision than checkpoint {manifest.tag!r} is "
+            f"loaded into: their rows are as they were rounded to it, and rounded anew",
+            stacklevel=2,
+        )
+    found = replace(found, extra=beside["extra"], cold=tuple(cold), dropped=tuple(dropped))
+    return replace(found, reset=reset, rounded=rounded)
 
 
 def _described(folder: Folder, manifest: Manifest) -> Checkpoint:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage.errors import StorageError, StoreConfigError
 from storage.lmdb_store import LmdbStore
-from storage.schema import RowSchema
+from storage.schema import Column, RowSchema
 from storage.snapshot import Snapshot
 from storage.store import Store, TableRef
 from tiered_emb.checkpoint_files import LEAVING, Folder, ModuleEntry, StoreEntry, TierEntry
@@ -29,6 +30,7 @@ from tiered_emb.engine import Engine, open_engines
 from tiered_emb.errors import CheckpointError
 from tiered_emb.group import TableGroup
 from tiered_emb.plan import Rows
+from tiered_emb.row_form import form_of
 from tiered_emb.tables import TieredTables
 from tiered_emb.tier import Tier
 
@@ -186,7 +188,21 @@ class RowLoad:
             table.name
             for module, entry in self.modules.values()
             for table in entry.tables
-            if table.columns != module.engine.tables[table.name].schema.to_json()["columns"]
+            if _state_columns(RowSchema.from_json({"columns": table.columns}))
+            != _state_columns(module.engine.tables[table.name].schema)
+        ]
+
+    @property
+    def rounded(self) -> list[str]:
+        """Tables whose rows rest in another precision than they were saved in."""
+        if self.snapshot is not None:
+            return []
+        return [
+            table.name
+            for module, entry in self.modules.values()
+            for table in entry.tables
+            if form_of(RowSchema.from_json({"columns": table.columns})).codec
+            is not module.engine.groups[module.engine.tables[table.name].schema].form.codec
         ]
 
     @property
@@ -287,21 +303,32 @@ def _copy_in(module: TieredTables, entry: ModuleEntry, view: Any) -> None:
         source = view.open_table(table.name, schema)
         fit = _fitting(schema, ref.schema)
         for rows, data in view.scan(source.group, table=source.number):
-            group.put_cold(rows.tables, rows.ids, fit(data.view(np.float32)))
+            group.put_cold(rows.tables, rows.ids, fit(data))
 
 
-def _fitting(saved: RowSchema, now: RowSchema) -> Callable[[Rows], Rows]:
-    """Rows as saved -> as they are now: the weight and, of the same optimizer, its state; else zeros."""
-    if saved == now:
-        return lambda rows: rows
-    dim = now.columns[0].width
+def _fitting(saved: RowSchema, now: RowSchema) -> Callable[[NDArray[np.uint8]], Rows]:
+    """Rows as they were saved -> as they are worked on now: weights and, of the same optimizer, its state; else zeros.
 
-    def fit(rows: Rows) -> Rows:
-        fresh = np.zeros((len(rows), now.row_bytes // 4), np.float32)
-        fresh[:, :dim] = rows[:, :dim]
+    From another precision weights come as they were rounded to it.
+    """
+    then, here = form_of(saved), form_of(now)
+    same = _state_columns(saved) == _state_columns(now)
+
+    def fit(packed: NDArray[np.uint8]) -> Rows:
+        rows = np.empty((len(packed), then.width), np.float32)
+        then.unpack(packed, rows)
+        if same:
+            return rows
+        fresh = np.zeros((len(rows), here.width), np.float32)
+        fresh[:, : here.dim] = rows[:, : here.dim]
         return fresh
 
     return fit
+
+
+def _state_columns(schema: RowSchema) -> tuple[Column, ...]:
+    form = form_of(schema)
+    return schema.columns[len(form.codec.columns(form.dim)) :]
 
 
 def _empty(store: Store, table: TableRef) -> None:

@@ -5,7 +5,9 @@ else the table's initializer with zero optimizer state. A write that the Store r
 ``unwritten``: readable, in memory beyond the budget, and handed over before anything else is written. So a full disk
 stops training with an error and loses nothing.
 
-One thread at a time. It does not know tiers, slots or plans.
+Rows rest packed by their codec (:mod:`tiered_emb.row_form`), also those that wait in ``unwritten``.
+
+One thread at a time, but for ``give`` and ``draws``. It does not know tiers, slots or plans.
 
 Shapes: N rows, D dimension, K state width.
 """
@@ -17,12 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.codecs import Draws
 from storage.heap_store import HeapStore
 from storage.interrupts import Uninterrupted
-from storage.schema import RowSchema
 from storage.store import BegunStore, HintedStore, Mask, RowIds, Store, Stored
 from tiered_emb.init import Initializer
-from tiered_emb.plan import Ids, Rows, TableNumbers
+from tiered_emb.plan import Ids, Rows, Steps, TableNumbers
+from tiered_emb.row_form import RowForm
+from tiered_emb.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,15 @@ class Table:
         name: in the Store and in messages.
         number: names it in ids of rows.
         init: the numbers of a row never stored.
-        seed: of ``init``.
+        seed: of ``init``, and of stochastic rounding.
+        stochastic: whether rows are rounded so, where they rest in fewer bits.
     """
 
     name: str
     number: int
     init: Initializer
     seed: int
+    stochastic: bool = False
 
 
 class ColdRows:
@@ -52,16 +58,17 @@ class ColdRows:
             not got them.
     """
 
-    def __init__(self, store: Store, group: int, schema: RowSchema) -> None:
+    def __init__(self, store: Store, group: int, form: RowForm) -> None:
         self.tables: dict[int, Table] = {}
         self.unwritten = self.initialised = self.lately = 0
         self._store = store
         self._hinted = store if isinstance(store, HintedStore) else None
         self._deletions = 0 if self._hinted is None else self._hinted.deletions
         self._group = group
-        self._dim = schema.columns[0].width
+        self._form = form
+        self._buffers = Scratch()
         self._kept = HeapStore()
-        self._kept_group = self._kept.open_table("unwritten", schema).group
+        self._kept_group = self._kept.open_table("unwritten", form.schema).group
 
     @property
     def waits_for_disk(self) -> bool:
@@ -84,13 +91,15 @@ class ColdRows:
     def read(self, tables: TableNumbers, ids: Ids, out: Rows) -> Mask:
         """Fill ``out`` (N, D + K); which of the rows the Store has. Raises what the Store raises; ``out`` is then
         undefined."""
-        data, found = out.view(np.uint8), np.zeros(len(ids), np.bool_)
+        data, found = self._room("read", out), np.zeros(len(ids), np.bool_)
         self._store.get(RowIds(self._group, tables, ids), data, found)
         stored = found
         if self.unwritten:
             kept = np.zeros(len(ids), np.bool_)
             self._kept.get(RowIds(self._kept_group, tables, ids), data, kept)
             found = found | kept
+        if self._form.lossy:
+            self._form.unpack(data, out)
         new = np.flatnonzero(~found)
         self.lately = len(new)
         self.initialised += len(new)
@@ -98,27 +107,30 @@ class ColdRows:
             self._initialise(new, tables, ids, out)
         return stored
 
-    def write(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: Mask) -> Exception | None:
-        """Store ``rows`` (N, D + K), some of which are known to be ``stored`` (N,); if the Store cannot take them, keep
-        them and return its error."""
+    def write(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: Mask, steps: Steps) -> Exception | None:
+        """Store ``rows`` (N, D + K), some of which are known to be ``stored`` (N,), changed last in ``steps`` (N,); if
+        the Store cannot take them, keep them and return its error."""
         with Uninterrupted():
+            data = self._packed(rows, self._room("write", rows), tables, ids, steps)
             try:
                 known = None if self._hinted is None else Stored(stored, self._deletions)
-                self._store.put(RowIds(self._group, tables, ids, known), rows.view(np.uint8))
+                self._store.put(RowIds(self._group, tables, ids, known), data)
             except Exception as error:  # a Store of the user's may raise anything; the rows have no other place
-                self._kept.put(RowIds(self._kept_group, tables, ids), rows.view(np.uint8))
+                self._kept.put(RowIds(self._kept_group, tables, ids), data)
                 self._count_unwritten()
                 return error
             if self.unwritten:
                 self._forget(tables, ids)
         return None
 
-    def give(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: Mask) -> None:
-        """As `BegunStore.put_as_begun`, of ``rows`` (N, D + K). Raises what the Store raises. Any thread may ask."""
+    def give(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: Mask, steps: Steps) -> None:
+        """As `BegunStore.put_as_begun`, of ``rows`` (N, D + K) changed last in ``steps`` (N,). Raises what the Store
+        raises. Any thread may ask."""
         assert isinstance(self._store, BegunStore), "only such a store has begun a state"
         with Uninterrupted():
             known = None if self._hinted is None else Stored(stored, self._deletions)
-            self._store.put_as_begun(RowIds(self._group, tables, ids, known), rows.view(np.uint8))
+            data = self._packed(rows, self._own_room(rows), tables, ids, steps)
+            self._store.put_as_begun(RowIds(self._group, tables, ids, known), data)
 
     def retry(self) -> None:
         """Hand over what the Store refused. Raises what the Store raises if it still does; then all is kept."""
@@ -137,6 +149,35 @@ class ColdRows:
         self.unwritten = self.initialised = self.lately = 0
         self.notice_deletions()
 
+    def packing_bytes(self, read: int, written: int) -> int:
+        """Most host memory that packing takes beside rows, where so many are read and so many written at once."""
+        return (read + 2 * written) * self._form.rest_bytes if self._form.lossy else 0
+
+    def draws(self, tables: TableNumbers, ids: Ids, steps: Steps) -> Draws:
+        """What rows (N,) are rounded by that were changed last in ``steps`` (N,). Any thread may ask."""
+        seeds, stochastic = np.zeros(len(ids), np.uint64), np.zeros(len(ids), np.bool_)
+        for number, table in list(self.tables.items()):  # few
+            mine = tables == number
+            seeds[mine], stochastic[mine] = table.seed, table.stochastic
+        return Draws(seeds, tables, ids, np.where(stochastic, steps, np.uint32(0)))
+
+    def _room(self, what: str, rows: Rows) -> NDArray[np.uint8]:
+        """Where rows (N, D + K) lie as the Store has them: in place, or in a buffer until the next call."""
+        if not self._form.lossy:
+            return rows.view(np.uint8)
+        return self._buffers.take(what, (len(rows), self._form.rest_bytes), np.uint8)
+
+    def _own_room(self, rows: Rows) -> NDArray[np.uint8]:
+        """The same without a buffer, which is one thread's."""
+        return np.empty((len(rows), self._form.rest_bytes), np.uint8) if self._form.lossy else rows.view(np.uint8)
+
+    def _packed(
+        self, rows: Rows, out: NDArray[np.uint8], tables: TableNumbers, ids: Ids, steps: Steps
+    ) -> NDArray[np.uint8]:
+        if self._form.lossy:
+            self._form.pack(rows, out, self.draws(tables, ids, steps))
+        return out
+
     def _forget(self, tables: TableNumbers, ids: Ids) -> None:
         self._kept.delete(RowIds(self._kept_group, tables, ids))
         self._count_unwritten()
@@ -153,6 +194,6 @@ class ColdRows:
             kinds.setdefault((table.init, table.seed), []).append(table.number)
         for (init, seed), numbers in kinds.items():
             mine = new if len(kinds) == 1 else new[np.isin(tables[new], np.array(numbers, np.uint32))]
-            weight = np.empty((len(mine), self._dim), np.float32)
+            weight = np.empty((len(mine), self._form.dim), np.float32)
             init.fill(seed, tables[mine], ids[mine], weight)
-            out[mine, : self._dim] = weight
+            out[mine, : self._form.dim] = weight

@@ -11,11 +11,14 @@ from typing import Literal
 
 import numpy as np
 
+from storage.codecs import CODECS
 from storage.store import Store
 from tiered_emb.errors import ConfigError
 from tiered_emb.init import Initializer, Normal
 
 Mode = Literal["sum", "mean", "max"]
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 MAX_DIM = 1 << 16
 MAX_SHARES = (1 << 16) - 2  # tables with a floor or a quota: each has a number of 16 bits
@@ -158,6 +161,10 @@ class TableConfig:
         feature_names: features that share the table; empty = one feature of the table's name.
         mode: how a bag's rows become one: "sum", "mean" or "max".
         init: the numbers of a row never stored before.
+        precision: of a row's weights in the store, and in a DDR tier below an HBM tier: "fp32", "bf16", "fp16" or
+            "int8" (with a scale and a bias a row). They are worked on as fp32, and their optimizer state stays that.
+        rounding: how weights get there: "stochastic" (the default), which loses no small update on average, or
+            "nearest".
     """
 
     name: str
@@ -166,9 +173,14 @@ class TableConfig:
     feature_names: Sequence[str] = ()
     mode: Mode = "sum"
     init: Initializer = field(default_factory=Normal)
+    precision: str = field(default="fp32", kw_only=True)
+    rounding: Rounding = field(default="stochastic", kw_only=True)
 
     def __post_init__(self) -> None:
         _check_name(self.name)
+        for what, value, choices in (("precision", self.precision, CODECS), ("rounding", self.rounding, ROUNDINGS)):
+            if value not in choices:
+                raise ConfigError(f"table {self.name!r}: {what} is {value!r}; expected one of {', '.join(choices)}")
         dim = _positive(self.embedding_dim, f"table {self.name!r}: embedding_dim", MAX_DIM)
         object.__setattr__(self, "embedding_dim", dim)
         if self.num_embeddings is not None:

@@ -29,11 +29,12 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore
-from storage.schema import Column, RowSchema, table_number
+from storage.schema import RowSchema, table_number
 from storage.store import TableRef
 from storage.volatile import VolatileStore
 from tiered_emb import forks
@@ -51,10 +52,11 @@ from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
+from tiered_emb.row_form import form_of, schema_of
 from tiered_emb.shares import Shares, by_number
 from tiered_emb.staging import staging_bytes
 from tiered_emb.stores import buffer_bytes, bytes_of_groups, open_store, place_of
-from tiered_emb.tier import Slab, Tier
+from tiered_emb.tier import PackedSlab, Slab, Tier
 from tiered_emb.trace import TraceWriter
 from tiered_emb.upkeep import Cancels
 from tiered_emb.workers import WorkerPool
@@ -241,7 +243,7 @@ class Engine(States):
                     f"give one of the two another name"
                 )
         seeds = self._seeds(tables, seed)
-        schemas = [row_schema(table.embedding_dim, rule) for table in tables]
+        schemas = [row_schema(table.embedding_dim, rule, table.precision) for table in tables]
         before, groups = self._shares.saved(), dict(self.groups)
         try:
             self._share_among(tables, schemas)
@@ -257,7 +259,7 @@ class Engine(States):
             raise
         opened = [(self.groups[ref.schema], ref) for ref in refs]
         for table, own, (group, ref) in zip(tables, seeds, opened, strict=True):
-            group.add_table(Table(table.name, ref.number, table.init, own))
+            group.add_table(Table(table.name, ref.number, table.init, own, table.rounding == "stochastic"))
             self.tables[table.name] = ref
             self.progress.setdefault(ref.number, Progress(0, own))
         return opened
@@ -281,9 +283,9 @@ class Engine(States):
         rows = {schema: self._shares.hbm_rows(schema) for schema in self._shares.schemas if schema not in self.groups}
         return sum(
             self._shares.kinds["hbm"].bytes_for(count)
-            + staging_bytes(self.device, count, schema.row_bytes // 4)
-            + schema.row_bytes
-            + move_bytes(count * schema.row_bytes)
+            + staging_bytes(self.device, count, form_of(schema).width)
+            + form_of(schema).worked_bytes
+            + move_bytes(count * form_of(schema).worked_bytes)
             for schema, count in rows.items()
         )
 
@@ -356,7 +358,7 @@ class Engine(States):
                 for number, name in numbers.items():
                     mine = rows.tables == number
                     if mine.any():
-                        yield name, rows.ids[mine], data[mine].view("float32")
+                        yield name, rows.ids[mine], _unpacked(self.tables[name].schema, data[mine])
 
     # ------------------------------------------------------------------------------------------- budgets
 
@@ -377,7 +379,7 @@ class Engine(States):
             budget, used = self.config.hbm_budget_bytes, sum(tier.slab_bytes for tier in tiers)
             peak = used
         by_table = {
-            ref.name: tier.counters.of(ref.number, ref.schema.row_bytes)
+            ref.name: tier.counters.of(ref.number, tier.slab.row_bytes)
             for ref in self.tables.values()
             for tier in self.groups[ref.schema].tiers
             if tier.name == name
@@ -414,14 +416,17 @@ class Engine(States):
         self._budget.join(group)
 
     def _new_tier(self, name: str, rows: int, schema: RowSchema, device: torch.device) -> Tier:
-        dim = schema.columns[0].width
+        form, top = form_of(schema), name == "hbm" or not self.config.hbm_budget_bytes
+        slab: Slab | PackedSlab
         try:
-            slab = Slab(rows, dim, schema.row_bytes // 4 - dim, device)
-            return Tier(name, Directory(rows, self.config.policy), slab, self._shares.kinds[name])
+            whole = top or not form.lossy
+            slab = Slab(rows, form.dim, form.state_width, device) if whole else PackedSlab(rows, form)
+            directory, kind = Directory(rows, self.config.policy), self._shares.kinds[name]
+            return Tier(name, directory, slab, kind, counts_steps=top and form.lossy)
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise TierCapacityError(
-                f"{name}_bytes asks for {rows} rows of {schema.row_bytes} bytes and their bookkeeping, which the "
-                f"system does not grant ({error}); use fewer bytes than the memory of "
+                f"{name}_bytes asks for {rows} rows of {self._shares.row_bytes(schema, name)} bytes and their "
+                f"bookkeeping, which the system does not grant ({error}); use fewer bytes than the memory of "
                 f"{'this machine' if name == 'ddr' else device}"
             ) from error
 
@@ -461,9 +466,16 @@ def open_engines() -> list[Engine]:
     return list(_ENGINES.values())
 
 
-def row_schema(dim: int, rule: RowRule) -> RowSchema:
-    """What a row of ``dim`` floats holds under ``rule``: the weight, then the rule's state."""
-    return RowSchema((Column("weight", "float32", dim), *rule.state_columns(dim)))
+def row_schema(dim: int, rule: RowRule, precision: str = "fp32") -> RowSchema:
+    """What a row of ``dim`` weights holds under ``rule`` when it rests: the weights, then the rule's state."""
+    return schema_of(dim, rule.state_columns(dim), precision)
+
+
+def _unpacked(schema: RowSchema, data: NDArray[np.uint8]) -> Rows:
+    """Rows (N, D + K) of packed ones (N, B)."""
+    rows = np.empty((len(data), form_of(schema).width), np.float32)
+    form_of(schema).unpack(data, rows)
+    return rows
 
 
 def _check_names(config: TierConfig) -> None:

@@ -94,9 +94,10 @@ def row_gradients(tier: Tier, uses: Sequence[Use], deduper: batch_kernels.Dedupe
 
 def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, workers: WorkerPool) -> None:
     """Sum each row's gradients and change the row; rows are partitioned over ``workers``, each row whole."""
-    slab, slots = tier.slab, tier.on_device(work.slots)
+    slab, slots = tier.worked_on, tier.on_device(work.slots)
 
     batch_kernels.mark(tier.dirty, work.slots)  # first: also rows of an update that fails half-way
+    tier.count_step(work.slots, step)
 
     def part(first: int, last: int) -> None:
         shape = min(CHUNK_ROWS, last - first), slab.weight.shape[1]
@@ -118,7 +119,7 @@ def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratc
     batch, out = plan.batch, torch.empty(len(plan.batch.inverse), dtype=torch.float32, device=grad.device)
     slots, inverse = tier.on_device(plan.slots), tier.on_device(batch.inverse)
     bags = tier.on_device(bag_numbers(batch.bags, scratch))
-    tier.kernels.per_sample_gradients(tier.slab.weight, slots, inverse, bags, grad.contiguous(), out, workers)
+    tier.kernels.per_sample_gradients(tier.worked_on.weight, slots, inverse, bags, grad.contiguous(), out, workers)
     return out
 
 

@@ -34,8 +34,8 @@ Shapes: N ids, U unique ids, M missing rows, V victims, D dimension, K state wid
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ from tiered_emb.plan import (
     BatchArrays,
     IdBatch,
     Ids,
+    Mark,
     Pin,
     Plan,
     Rows,
@@ -64,6 +65,7 @@ from tiered_emb.plan import (
     UnpinQueue,
 )
 from tiered_emb.reading import pool_rows, read_rows
+from tiered_emb.row_form import form_of
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
 from tiered_emb.upkeep import Cancels, Upkeep
@@ -81,7 +83,8 @@ class TableGroup(Upkeep):
 
     Attributes:
         number: the group's number in the Store.
-        schema: of every row: weight, then optimizer state.
+        schema: of every row at rest: weight, then optimizer state.
+        form: how a row is worked on, and how it rests.
         tiers: top first; one or two.
         cold: the rows that no tier holds.
         moves: what rows move through.
@@ -96,10 +99,11 @@ class TableGroup(Upkeep):
     def __init__(self, number: int, schema: RowSchema, store: Store, tiers: list[Tier], workers: WorkerPool) -> None:
         self.number = number
         self.schema = schema
+        self.form = form_of(schema)
         self.tiers = tiers
-        self.cold = ColdRows(store, number, schema)
-        self.moves = Moves(tiers, self.cold, schema.row_bytes)
-        self.top_bytes: Callable[[int], int] = lambda rows: rows * schema.row_bytes
+        self.cold = ColdRows(store, number, self.form)
+        self.moves = Moves(tiers, self.cold, self.form)
+        self.top_bytes: Callable[[int], int] = lambda rows: rows * self.form.worked_bytes
         self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
         self._workers = workers
         self.cancels: Cancels = {}
@@ -110,6 +114,7 @@ class TableGroup(Upkeep):
         self._parts = Scratch()  # of the batch that is planned
         self._plans = self._forwards = 0
         self._unpinned = UnpinQueue()
+        self._as_of: Mark | None = None
         self._spare: list[BatchArrays] = []
 
     def forget_threads(self) -> None:
@@ -130,12 +135,7 @@ class TableGroup(Upkeep):
     @property
     def dim(self) -> int:
         """D: floats of a weight row."""
-        return self.schema.columns[0].width
-
-    @property
-    def row_width(self) -> int:
-        """D + K: floats of a whole row."""
-        return self.schema.row_bytes // 4
+        return self.form.dim
 
     def add_table(self, table: Table) -> None:
         """Serve this table too, or a table that a closed module had, with another initializer perhaps."""
@@ -212,7 +212,7 @@ class TableGroup(Upkeep):
     def lookup(self, plan: Plan) -> torch.Tensor:
         """The pooled rows (B, D) of a committed plan, on the top tier's device."""
         with self.top.working():
-            pooled = pool_rows(self.top, self.top.slab.weight, plan.slots, plan.batch, self._workers)
+            pooled = pool_rows(self.top, self.top.worked_on.weight, plan.slots, plan.batch, self._workers)
         plan.arg = pooled.winners
         return pooled.out
 
@@ -233,10 +233,33 @@ class TableGroup(Upkeep):
         if plan.pin is not None:
             plan.pin.release(plan.batch.arrays)
 
+    def mark(self) -> Mark | None:
+        """A place behind all that was released so far, for `planning_as_of`; None where the order of plans and releases
+        bears on no number, since rows are the same wherever they are."""
+        if not self.form.lossy:
+            return None
+        mark = Mark()
+        self._unpinned.append(mark)
+        return mark
+
+    @contextmanager
+    def planning_as_of(self, mark: Mark | None) -> Iterator[None]:
+        """Plan as if nothing had been released since a mark, so that who leaves does not depend on threads. Requires:
+        the road."""
+        self._as_of = mark
+        try:
+            yield
+        finally:
+            self._as_of = None
+
     def release_dropped(self) -> None:
         """Unpin the slots of plans that were released, or that nobody holds any more."""
-        while self._unpinned:
-            slots, arrays = self._unpinned.popleft()
+        while self._unpinned and not (self._as_of is not None and self._as_of.passed):
+            item = self._unpinned.popleft()
+            if isinstance(item, Mark):
+                item.passed = True
+                continue
+            slots, arrays = item
             self.top.directory.unpin(slots)
             if arrays is not None and len(self._spare) < _MOST_SPARE:
                 self._spare.append(arrays)
@@ -321,7 +344,7 @@ class TableGroup(Upkeep):
         slots = np.empty(len(batch.ids), np.int32)
         if self.top.directory.find(batch.tables, batch.ids, slots) == len(slots):
             with self.top.working():
-                return pool_rows(self.top, self.top.slab.weight, slots, batch, self._workers).out
+                return pool_rows(self.top, self.top.worked_on.weight, slots, batch, self._workers).out
         rows = self.read_rows(batch.tables, batch.ids)
         weight = torch.from_numpy(np.ascontiguousarray(rows[:, : self.dim])).to(self.top.slab.device)
         return pool_rows(self.top, weight, np.arange(len(rows), dtype=np.int32), batch, self._workers).out
@@ -433,7 +456,7 @@ class TableGroup(Upkeep):
             )
         floors = "" if top.directory.owners is None else f", min_rows keep {room.floor_rows(top.directory)} for tables"
         return TierCapacityError(
-            f"the batch has {unique} distinct rows of {self.schema.row_bytes} bytes and other plans hold "
+            f"the batch has {unique} distinct rows of {self.form.worked_bytes} bytes and other plans hold "
             f"{top.directory.pinned_rows}{floors}, but the {top.name} tier has room for {top.capacity_rows}; "
             f"it needs {self.top_bytes(short.rows)} bytes: raise {top.name}_bytes to that or use smaller batches"
         )

@@ -1,9 +1,7 @@
 """Initial rows: a pure function of (seed, table, id), so that a row costs nothing until it is touched.
 
 A row is never stored before its first change; whoever needs it computes it, in any order, in any process, on any
-shard, and gets the same bits. Every number comes from Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011), a counter-based generator: four 32-bit words of output are a keyed bijection
-of four words of counter.
+shard, and gets the same bits. Every number comes from a counter-based generator (`storage.philox`):
     key     = the seed (64 bits)
     counter = (low word of id, high word of id, table number, number of the block of 4 columns)
 Nothing here holds state; every function may be called from any thread and releases the GIL.
@@ -21,16 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from storage.philox import LOW_WORD, WORD, philox, seed_bits
+
 Ids: TypeAlias = npt.NDArray[np.int64]
 Tables: TypeAlias = npt.NDArray[np.uint32]
 Rows: TypeAlias = npt.NDArray[np.float32]
 
-_MULTIPLIER_0 = np.uint64(0xD2511F53)
-_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
-_WEYL_0 = np.uint64(0x9E3779B9)
-_WEYL_1 = np.uint64(0xBB67AE85)
-_LOW_WORD = np.uint64(0xFFFFFFFF)
-_WORD = np.uint64(32)
 _TOP_24_BITS = np.uint64(8)
 
 
@@ -45,26 +39,9 @@ class Initializer(Protocol):
 
 
 @njit(nogil=True, cache=True)
-def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Ten rounds on 32-bit words that are held in uint64, so that a product keeps its high word."""
-    for _ in range(10):
-        product_0 = c0 * _MULTIPLIER_0
-        product_1 = c2 * _MULTIPLIER_1
-        c0 = (product_1 >> _WORD) ^ c1 ^ k0
-        c1 = product_1 & _LOW_WORD
-        c2 = (product_0 >> _WORD) ^ c3 ^ k1
-        c3 = product_0 & _LOW_WORD
-        k0 = (k0 + _WEYL_0) & _LOW_WORD
-        k1 = (k1 + _WEYL_1) & _LOW_WORD
-    return c0, c1, c2, c3
-
-
-@njit(nogil=True, cache=True)
 def _words(seed: Any, table: Any, row_id: Any, block: Any) -> Any:
     number = np.uint64(row_id)
-    return _philox(
-        number & _LOW_WORD, number >> _WORD, np.uint64(table), np.uint64(block), seed & _LOW_WORD, seed >> _WORD
-    )
+    return philox(number & LOW_WORD, number >> WORD, np.uint64(table), np.uint64(block), seed & LOW_WORD, seed >> WORD)
 
 
 @njit(nogil=True, cache=True)
@@ -110,7 +87,7 @@ class Uniform:
     def fill(self, seed: int, tables: Tables, ids: Ids, out: Rows) -> None:
         """As `Initializer.fill`."""
         _check_shapes(tables, ids, out)
-        _fill_uniform(_seed_bits(seed), tables, ids, float(self.low), float(self.high) - float(self.low), out)
+        _fill_uniform(seed_bits(seed), tables, ids, float(self.low), float(self.high) - float(self.low), out)
 
 
 @dataclass(frozen=True)
@@ -128,7 +105,7 @@ class Normal:
     def fill(self, seed: int, tables: Tables, ids: Ids, out: Rows) -> None:
         """As `Initializer.fill`."""
         _check_shapes(tables, ids, out)
-        _fill_normal(_seed_bits(seed), tables, ids, float(self.mean), float(self.std), out)
+        _fill_normal(seed_bits(seed), tables, ids, float(self.mean), float(self.std), out)
 
 
 @dataclass(frozen=True)
@@ -144,11 +121,6 @@ class Constant:
         """As `Initializer.fill`; seed, tables and ids play no part."""
         _check_shapes(tables, ids, out)
         out[...] = self.value
-
-
-def _seed_bits(seed: int) -> np.uint64:
-    """The seed as 64 bits; negative seeds are their two's complement."""
-    return np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
 
 
 def _check_finite(initializer: Uniform | Normal | Constant) -> None:

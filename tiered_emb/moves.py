@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tiered_emb.cold import ColdRows
 from tiered_emb.plan import Rows, Slots, Victims
+from tiered_emb.row_form import RowForm
 from tiered_emb.saving import Saving
 from tiered_emb.scratch import Scratch
 from tiered_emb.tier import Tier
@@ -41,20 +42,21 @@ class Moves:
         saving: while a state is written beside training, who takes the rows that belong to it.
     """
 
-    def __init__(self, tiers: Sequence[Tier], cold: ColdRows, row_bytes: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], cold: ColdRows, form: RowForm) -> None:
         self.most_missing = 0
         self.saving: Saving | None = None
         self.saving_bytes = 0
         self._tiers = tiers
         self._cold = cold
-        self._row_bytes = row_bytes
+        self._form = form
+        self._row_bytes = 4 * form.width
         self._buffers = Scratch()
 
     def staging_bytes(self, missing: int) -> int:
         """Most host memory that moving rows takes once a batch that misses ``missing`` rows has been planned."""
         most = max(missing, self.most_missing)
         moving = (most + self._move_rows) * self._row_bytes + most * _VICTIM_BYTES * len(self._tiers)
-        return moving + self.saving_bytes
+        return moving + self._cold.packing_bytes(most, self._move_rows) + self.saving_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -97,15 +99,18 @@ class Moves:
     def _write(self, victims: Victims, rows: Rows) -> Exception | None:
         """Hand rows to the Store; those that have not changed since a state was begun are a part of that."""
         if self.saving is not None and victims.unsaved.any():
-            given, unsaved = self.saving, victims.unsaved
-            if given.give(victims.tables[unsaved], victims.ids[unsaved], rows[unsaved], victims.stored[unsaved]):
-                victims, rows = victims.part(~unsaved), rows[~unsaved]
-        return self._cold.write(victims.tables, victims.ids, rows, victims.stored) if len(rows) else None
+            mine = victims.part(victims.unsaved)
+            if self.saving.give(mine.tables, mine.ids, rows[victims.unsaved], mine.stored, mine.steps):
+                victims, rows = victims.part(~victims.unsaved), rows[~victims.unsaved]
+        if not len(rows):
+            return None
+        return self._cold.write(victims.tables, victims.ids, rows, victims.stored, victims.steps)
 
     def down(self, tier: Tier, lower: Tier, victims: Victims) -> None:
         """Copy a tier's victims to the slots that the lower tier has given them."""
         for part in self.chunks(np.flatnonzero(victims.lower_slots >= 0)):
-            lower.write(victims.lower_slots[part], self.copied(tier, victims.slots[part]))
+            draws = self._cold.draws(victims.tables[part], victims.ids[part], victims.steps[part])
+            lower.write(victims.lower_slots[part], self.copied(tier, victims.slots[part]), draws)
 
     def bring_back(self, tier: Tier, rows: Victims) -> Exception | None:
         """Give rows that had to leave a tier which has just shrunk other slots in it. What leaves for them goes to the
@@ -117,5 +122,5 @@ class Moves:
             gone = tier.admit(part.tables, part.ids, counts, to)
             error = self.to_store(tier, gone, np.flatnonzero(gone.dirty)) or error
             tier.write(to, self.copied(tier, part.slots))
-            tier.take_marks(to, part.dirty, part.stored, part.unsaved)
+            tier.take_marks(to, part.dirty, part.stored, part.unsaved, part.steps)
         return error

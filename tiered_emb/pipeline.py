@@ -20,6 +20,9 @@ Invariants:
 - Pins of a batch end with its backward pass (or whatever ends those of a forward). Of a batch that no forward took they
   end at the `next()` after the one that gave it, and all of them when the loop ends: at the last batch, by `break`, by
   an exception, by `close()`, by closing the module, or when the iterator is dropped.
+- Where rows rest in fewer bits the order of plans bears on numbers, so it does not depend on threads: a batch is
+  prepared as if nothing had been released since it was handed over, and a forward that prepares its own waits until all
+  that was handed over is prepared.
 - An error met while preparing is not raised there: the forward prepares the batch itself, and raises what it meets.
 
 Threads: `Prefetch` belongs to the thread of the loop; an `Entry` (`tiered_emb.prepared`) is handed to the preparing
@@ -176,6 +179,7 @@ class Prefetch(Generic[Batch]):
         if self._lookahead == 0 or not entry.parts:  # the forward prepares its own
             entry.done.set()
             return
+        entry.mark()
         entry.done.clear()
         if self._thread is None:
             thread = threading.Thread(target=_serve, args=(self._queue,), name="tiered-emb-prefetch", daemon=True)
@@ -208,9 +212,18 @@ class Prefetch(Generic[Batch]):
                     self._await(entry)
                     questions = part.take(inputs)
                     self._count(part, questions is not None)
+                    if questions is None:
+                        self._settle(module)
                     return questions
         self.stats.unprepared += 1
+        self._settle(module)
         return None
+
+    def _settle(self, module: TieredTables) -> None:
+        """Where the order of plans bears on numbers, have those made that were handed over before the forward's own."""
+        if module.order_matters:
+            for entry in self._entries:
+                entry.done.wait()
 
     def _await(self, entry: Entry[Any]) -> None:
         if entry.done.is_set():

@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 TableNumbers = NDArray[np.uint32]
 Slots = NDArray[np.int32]
 Rows = NDArray[np.float32]
-Unpinned = tuple["Slots", "BatchArrays | None"]  # slots of a plan that is over, and arrays to be used again
+Steps = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +173,7 @@ class Victims:
         dirty: (V,) bool: differs from the Store's row.
         stored: (V,) bool: the Store has it, in whatever version.
         unsaved: (V,) bool: as `Tier.unsaved`.
+        steps: (V,) uint32: as `Tier.steps_of`.
         lower_slots: (V,) int32 where they go in the tier below; -1 = past it, to the Store.
     """
 
@@ -182,6 +183,7 @@ class Victims:
     dirty: NDArray[np.bool_]
     stored: NDArray[np.bool_]
     unsaved: NDArray[np.bool_]
+    steps: Steps
     lower_slots: Slots
 
     def part(self, which: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Victims:
@@ -193,18 +195,29 @@ class Victims:
             self.dirty[which],
             self.stored[which],
             self.unsaved[which],
+            self.steps[which],
             self.lower_slots[which],
         )
 
     @classmethod
     def none(cls) -> Victims:
         """No row leaves."""
-        none, slots = np.empty(0, np.bool_), np.empty(0, np.int32)
-        return cls(slots, np.empty(0, np.uint32), np.empty(0, np.int64), none, none, none, slots)
+        none, slots, numbers = np.empty(0, np.bool_), np.empty(0, np.int32), np.empty(0, np.uint32)
+        return cls(slots, numbers, np.empty(0, np.int64), none, none, none, numbers, slots)
 
 
-class UnpinQueue(deque[Unpinned]):
-    """Slots of plans that are over, until the next plan is made.
+class Mark:
+    """A place in an :class:`UnpinQueue`.
+
+    Attributes:
+        passed: all that was posted before it is unpinned.
+    """
+
+    passed = False
+
+
+class UnpinQueue(deque["tuple[Slots, BatchArrays | None] | Mark"]):
+    """Slots of plans that are over, with arrays to be used again, until the next plan is made.
 
     Attributes:
         over: the tiers were cleared since: what the pins that post here have pinned is not there any more.

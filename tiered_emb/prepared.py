@@ -11,13 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.lookup import LookupInput, Question
+from tiered_emb.plan import Mark
 from tiered_emb.tables import TieredTables
 
 Batch = TypeVar("Batch")
@@ -93,6 +94,8 @@ class Part:
         self.taken = self.cancelled = self.refused = False
         self._prepared: deque[Sequence[Question]] = deque()  # one or none; whoever pops it has it
         self._asked: Sequence[Question] | None = None
+        self._groups = list({id(one.lookup.group): one.lookup.group for one in inputs}.values())
+        self._marks: Sequence[Mark | None] = [None] * len(self._groups)
         try:
             self._asked = [one.ask() for one in self.inputs]
         except Exception as error:
@@ -109,6 +112,10 @@ class Part:
             with suppress(Exception):  # which preparing meets too, or does not
                 self.module.announce(self._asked)
 
+    def mark(self) -> None:
+        """In the thread of the loop, before it is handed over: it is prepared as if nothing were released later."""
+        self._marks = [group.mark() for group in self._groups]
+
     def prepare(self, at: Callable[[str], None]) -> None:
         """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
         with self.module.road:
@@ -118,7 +125,10 @@ class Part:
     def _prepare(self, asked: Sequence[Question], at: Callable[[str], None]) -> None:
         self.error, self.refused = None, False
         try:
-            self.module.prepare(asked, at)
+            with ExitStack() as planning:
+                for group, mark in zip(self._groups, self._marks, strict=True):
+                    planning.enter_context(group.planning_as_of(mark))
+                self.module.prepare(asked, at)
             self._prepared.append(asked)
         except BaseException as error:  # the forward that comes meets it again, or does not
             self.error = error.with_traceback(None)  # whose frames would hold plans
@@ -178,6 +188,11 @@ class Entry(Generic[Batch]):
         self.parts = parts
         self.clock = Clock()
         self.done = threading.Event()
+
+    def mark(self) -> None:
+        """In the thread of the loop, before it is handed over."""
+        for part in self.parts:
+            part.mark()
 
     def announce(self) -> None:
         """In the preparing thread: that it comes after the one that is prepared now."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_emb.cold import ColdRows
-from tiered_emb.plan import Ids, Rows, Slots, TableNumbers
+from tiered_emb.plan import Ids, Rows, Slots, Steps, TableNumbers
 from tiered_emb.tier import Tier
 
 
@@ -42,6 +42,7 @@ class _Kept:
         self.tables: TableNumbers = np.empty(capacity_rows, np.uint32)
         self.ids: Ids = np.empty(capacity_rows, np.int64)
         self.stored = np.empty(capacity_rows, np.bool_)
+        self.steps: Steps = np.empty(capacity_rows, np.uint32)
 
     def add(self, tier: Tier, slots: Slots) -> int:
         """Copy marked rows of slots (N,), which are marked no more, as far as there is room; how many."""
@@ -49,7 +50,7 @@ class _Kept:
         part = slice(self.count, self.count + len(slots))
         tier.read(slots, self.rows[part])
         self.tables[part], self.ids[part] = tier.directory.slot_tables[slots], tier.directory.slot_ids[slots]
-        self.stored[part] = tier.stored[slots]
+        self.stored[part], self.steps[part] = tier.stored[slots], tier.steps_of(slots)
         tier.unsaved[slots] = False
         self.count = part.stop
         return len(slots)
@@ -76,7 +77,7 @@ class Saving:
     @staticmethod
     def bytes_for(capacity_rows: int, row_width: int) -> int:
         """Host memory that it takes."""
-        return 2 * capacity_rows * (4 * row_width + 13)
+        return 2 * capacity_rows * (4 * row_width + 17)
 
     def keep(self, tier: Tier, slots: Slots) -> None:
         """Rows of ``slots`` (N,), distinct, are about to change: copy those that are marked."""
@@ -95,14 +96,15 @@ class Saving:
                 self._kept, self._spare = self._spare, self._kept
             full, n = self._spare, self._spare.count
             if n:
-                self.give(full.tables[:n], full.ids[:n], full.rows[:n], full.stored[:n])
+                self.give(full.tables[:n], full.ids[:n], full.rows[:n], full.stored[:n], full.steps[:n])
             full.count = 0
 
-    def give(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: NDArray[np.bool_]) -> bool:
-        """Give rows (N, D + K) to the state; False if it has failed, before or now: they must be put then."""
+    def give(self, tables: TableNumbers, ids: Ids, rows: Rows, stored: NDArray[np.bool_], steps: Steps) -> bool:
+        """Give rows (N, D + K), changed last in ``steps`` (N,), to the state; False if it has failed, before or now:
+        they must be put then."""
         if self.error is None:
             try:
-                self._cold.give(tables, ids, rows, stored)
+                self._cold.give(tables, ids, rows, stored, steps)
                 return True
             except Exception as error:
                 self.error = error

@@ -16,6 +16,7 @@ from tiered_emb.cache.sizes import MAX_CAPACITY_ROWS
 from tiered_emb.config import TierConfig
 from tiered_emb.errors import ConfigError, TierCapacityError
 from tiered_emb.inputs import listed
+from tiered_emb.row_form import form_of
 from tiered_emb.tier import Bookkeeping
 
 
@@ -51,12 +52,17 @@ class Shares:
         """Give a table a share, unless it has one. Raises ConfigError for a quota that no budget of this size fills."""
         names = self._names.setdefault(schema, [])
         if name not in names:
-            self._check_quota(name, schema.row_bytes)
+            self._check_quota(name, self.row_bytes(schema, self.lowest))
             names.append(name)
 
+    def row_bytes(self, schema: RowSchema, tier: str) -> int:
+        """Bytes of a row in the tier of that name: packed, if it is worked on in another one."""
+        packed = tier == "ddr" and self._config.hbm_budget_bytes
+        return form_of(schema).rest_bytes if packed else form_of(schema).worked_bytes
+
     def weight(self, schema: RowSchema) -> int:
-        """Bytes of one row of each table of a group."""
-        return schema.row_bytes * len(self._names.get(schema, ()))
+        """Bytes of one row of each table of a group, as it is worked on."""
+        return form_of(schema).worked_bytes * len(self._names.get(schema, ()))
 
     @property
     def whole(self) -> int:
@@ -83,20 +89,21 @@ class Shares:
         """Rows that a group's HBM tier gets, ``most`` at most if it is there already; an error if they do not do."""
         budget = self._config.hbm_budget_bytes
         part = budget * self.weight(schema) // self.whole
-        rows = min(part // schema.row_bytes, MAX_CAPACITY_ROWS if most is None else most)
+        row_bytes = self.row_bytes(schema, "hbm")
+        rows = min(part // row_bytes, MAX_CAPACITY_ROWS if most is None else most)
         least = self.least_rows(schema) if self.lowest == "hbm" else 1
         if rows < least:
             names = listed(list(self.floors(schema)))
             why = "not one fits" if least == 1 else f"{rows} fit, min_rows of {names} are {least - 1}, others need one"
             raise TierCapacityError(
-                f"hbm_bytes is {budget}, of which {part} go to rows of {schema.row_bytes} bytes: {why}; use at least "
+                f"hbm_bytes is {budget}, of which {part} go to rows of {row_bytes} bytes: {why}; use at least "
                 f"{self.hbm_bytes(schema, least)} bytes{'' if least == 1 else ' from the start'}, or 0 for no HBM tier"
             )
         return rows
 
     def hbm_bytes(self, schema: RowSchema, rows: int) -> int:
         """The budget whose part for rows of this schema holds so many."""
-        return -(-rows * schema.row_bytes * self.whole // self.weight(schema))
+        return -(-rows * self.row_bytes(schema, "hbm") * self.whole // self.weight(schema))
 
     def _of(self, schema: RowSchema, rows: Mapping[str, int]) -> dict[str, int]:
         return {name: rows[name] for name in self._names.get(schema, ()) if name in rows} if rows else {}

@@ -366,6 +366,11 @@ class TieredTables(nn.Module):
         """The engine's, for who plans or moves its rows."""
         return self._engine.road
 
+    @property
+    def order_matters(self) -> bool:
+        """Whether which rows leave a tier, and when, bears on any number: where they rest in fewer bits."""
+        return any(group.form.lossy for group, _ in self._opened.values())
+
     def lookup_inputs(self, *arguments: Any) -> list[LookupInput]:
         """What a forward with these arguments asks of each look-up."""
         raise NotImplementedError("for the modules")
@@ -445,7 +450,7 @@ def _check_options(options: ModuleOptions) -> None:
 
 
 def _chunk_rows(group: TableGroup) -> int:
-    return max(1, _CHUNK_BYTES // group.schema.row_bytes)
+    return max(1, _CHUNK_BYTES // group.form.worked_bytes)
 
 
 def _nothing() -> None:

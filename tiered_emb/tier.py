@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from storage.codecs import Draws
 from storage.memory import give_back, zeros
 from tiered_emb import kernels
 from tiered_emb.cache import Directory, room
@@ -29,27 +30,62 @@ from tiered_emb.cache.admission import admission_bytes, rule_of
 from tiered_emb.cache.arrays import Arrays
 from tiered_emb.cache.sizes import most_rows
 from tiered_emb.metrics import RowCounters
-from tiered_emb.plan import Ids, Rows, Slots, TableNumbers, Victims
+from tiered_emb.plan import Ids, Rows, Slots, Steps, TableNumbers, Victims
+from tiered_emb.row_form import RowForm
 from tiered_emb.staging import staging_bytes, staging_for
 
 Flags: TypeAlias = NDArray[np.bool_]
 
 FLOAT_BYTES = 4
 ADMISSION = "admission."  # in front of the names of its arrays
+_NO_STEP = np.uint32(0)
 _NOTHING_BESIDE: AbstractContextManager[None] = nullcontext()
 
 
 class Slab:
-    """Rows of one tier: ``weight`` (S, D) and ``state`` (S, K), float32, on one device."""
+    """Rows that are worked on: ``weight`` (S, D) and ``state`` (S, K), float32, on one device.
+
+    Attributes:
+        rows: S.
+        row_bytes: of one row, state included.
+    """
 
     def __init__(self, max_rows: int, dim: int, state_width: int, device: torch.device) -> None:
         self.device = device
+        self.rows, self.row_bytes = max_rows, (dim + state_width) * FLOAT_BYTES
+        self._kernels = kernels.for_device(device)
         if device.type == "cpu":
-            self._weight_map, self.weight = _reserve(max_rows, dim)
-            self._state_map, self.state = _reserve(max_rows, state_width)
+            self._weight_map, weight = _reserve(max_rows * dim * FLOAT_BYTES)
+            self._state_map, state = _reserve(max_rows * state_width * FLOAT_BYTES)
+            self.weight = torch.from_numpy(weight.view(np.float32).reshape(max_rows, dim))
+            self.state = torch.from_numpy(state.view(np.float32).reshape(max_rows, state_width))
         else:
             self.weight = torch.empty((max_rows, dim), dtype=torch.float32, device=device)
             self.state = torch.empty((max_rows, state_width), dtype=torch.float32, device=device)
+        self._staging = staging_for(self.weight, self.state)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that rows on their way to the device take."""
+        return staging_bytes(self.device, self.rows, self.row_bytes // FLOAT_BYTES)
+
+    def working(self) -> AbstractContextManager[None]:
+        """As `Tier.working`."""
+        return _NOTHING_BESIDE if self._staging is None else self._staging.working()
+
+    def read(self, slots: Slots, out: Rows) -> None:
+        """As `Tier.read`."""
+        if self._staging is not None:
+            self._staging.read(slots, out, partial(self._kernels.read_rows, self.weight, self.state))
+        elif len(slots):
+            self._kernels.read_rows(self.weight, self.state, torch.from_numpy(slots), torch.from_numpy(out))
+
+    def write(self, slots: Slots, rows: Rows, draws: Draws | None = None) -> None:
+        """As `Tier.write`."""
+        if self._staging is not None:
+            self._staging.write(slots, rows, partial(self._kernels.write_rows, self.weight, self.state))
+        elif len(slots):
+            self._kernels.write_rows(self.weight, self.state, torch.from_numpy(slots), torch.from_numpy(rows))
 
     def discard_from(self, slot: int) -> None:
         """Give the memory of slots ``slot`` and above back to the system (host slabs only)."""
@@ -58,14 +94,51 @@ class Slab:
             _discard(self._state_map, slot * self.state.shape[1] * FLOAT_BYTES)
 
 
-def _reserve(rows: int, width: int) -> tuple[mmap.mmap | None, torch.Tensor]:
-    """(rows, width) float32 in private anonymous memory, in huge pages where the system grants them."""
-    if rows * width == 0:
-        return None, torch.from_numpy(np.empty((rows, width), np.float32))
-    memory = mmap.mmap(-1, rows * width * FLOAT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+class PackedSlab:
+    """Rows of a lower tier in host memory, packed as their codec packs them: (S, B) uint8.
+
+    Attributes:
+        rows: S.
+        row_bytes: B.
+        staging_bytes: 0, since nothing is staged.
+    """
+
+    staging_bytes = 0
+
+    def __init__(self, max_rows: int, form: RowForm) -> None:
+        self.device = torch.device("cpu")
+        self.rows, self.row_bytes = max_rows, form.rest_bytes
+        self._form = form
+        self._map, packed = _reserve(max_rows * form.rest_bytes)
+        self._packed = packed.reshape(max_rows, form.rest_bytes)
+
+    def working(self) -> AbstractContextManager[None]:
+        """As `Tier.working`."""
+        return _NOTHING_BESIDE
+
+    def read(self, slots: Slots, out: Rows) -> None:
+        """As `Tier.read`."""
+        self._form.unpack(self._packed[slots], out)
+
+    def write(self, slots: Slots, rows: Rows, draws: Draws | None = None) -> None:
+        """As `Tier.write`."""
+        packed = np.empty((len(slots), self.row_bytes), np.uint8)
+        self._form.pack(rows, packed, Draws.none(len(slots)) if draws is None else draws)
+        self._packed[slots] = packed
+
+    def discard_from(self, slot: int) -> None:
+        """As `Slab.discard_from`."""
+        _discard(self._map, slot * self.row_bytes)
+
+
+def _reserve(size: int) -> tuple[mmap.mmap | None, NDArray[np.uint8]]:
+    """So many bytes of private anonymous memory, in huge pages where the system grants them."""
+    if size == 0:
+        return None, np.empty(0, np.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and len(memory) >= 1 << 26:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, torch.frombuffer(memory, dtype=torch.float32).view(rows, width)
+    return memory, np.frombuffer(memory, np.uint8)
 
 
 def _discard(memory: mmap.mmap | None, first_byte: int) -> None:
@@ -105,6 +178,7 @@ class Tier:
         directory: which (table, id) lies in which slot.
         admission: which of the rows that come down from a tier above may come in.
         slab: the rows.
+        kernels: that work on it.
         dirty: (S,) bool, rows that differ from the Store's.
         stored: (S,) bool, rows of which the Store is known to have a version.
         unsaved: (S,) bool, dirty rows that have not changed since a state was begun in the Store, and are still to be
@@ -112,17 +186,25 @@ class Tier:
         counters: rows that hit, missed, left and were written back, by table.
     """
 
-    def __init__(self, name: str, directory: Directory, slab: Slab, kind: Bookkeeping | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Directory,
+        slab: Slab | PackedSlab,
+        kind: Bookkeeping | None = None,
+        *,
+        counts_steps: bool = False,
+    ) -> None:
         self.name = name
         self._kind = Bookkeeping(directory.policy_name) if kind is None else kind
         self.admission = rule_of(self._kind.admission, directory.capacity_rows)
         self.directory = directory
         self.slab = slab
         self.kernels = kernels.for_device(slab.device)
-        self._staging = staging_for(slab.weight, slab.state)
-        self.dirty: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
-        self.stored: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
-        self.unsaved: NDArray[np.bool_] = zeros(slab.weight.shape[0], np.bool_)
+        self.dirty: NDArray[np.bool_] = zeros(slab.rows, np.bool_)
+        self.stored: NDArray[np.bool_] = zeros(slab.rows, np.bool_)
+        self.unsaved: NDArray[np.bool_] = zeros(slab.rows, np.bool_)
+        self._steps: Steps | None = zeros(slab.rows, np.uint32) if counts_steps else None
         self.counters = RowCounters()
 
     @property
@@ -133,21 +215,36 @@ class Tier:
     @property
     def directory_bytes(self) -> int:
         """Most host memory of the bookkeeping, its victims' arrays left out."""
-        return self._kind.bytes_for(self.capacity_rows)
+        return self._kind.bytes_for(self.capacity_rows) + (0 if self._steps is None else 4 * self.capacity_rows)
 
     @property
     def slab_bytes(self) -> int:
         """Device memory of the rows."""
-        return self.capacity_rows * row_bytes(self.slab)
+        return self.capacity_rows * self.slab.row_bytes
 
     @property
     def staging_bytes(self) -> int:
         """Host memory that rows on their way to the slab's device take."""
-        return staging_bytes(self.slab.device, self.slab.weight.shape[0], row_bytes(self.slab) // FLOAT_BYTES)
+        return self.slab.staging_bytes
 
     def working(self) -> AbstractContextManager[None]:
         """For work on the slab in the caller's stream: after rows that moved before, before those that move later."""
-        return _NOTHING_BESIDE if self._staging is None else self._staging.working()
+        return self.slab.working()
+
+    @property
+    def worked_on(self) -> Slab:
+        """The slab, of a top tier."""
+        assert isinstance(self.slab, Slab), self.name
+        return self.slab
+
+    def count_step(self, slots: Slots, step: int) -> None:
+        """Rows of ``slots`` (N,) are changed in this step."""
+        if self._steps is not None:
+            self._steps[slots] = max(1, step & 0xFFFFFFFF)
+
+    def steps_of(self, slots: Slots) -> Steps:
+        """(N,): in which step rows were changed last; 0 = it does not matter, since they are as they came."""
+        return np.broadcast_to(_NO_STEP, len(slots)) if self._steps is None else self._steps[slots]
 
     def on_device(self, array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """``array`` where the slab is; itself if that is the host."""
@@ -156,19 +253,11 @@ class Tier:
 
     def read(self, slots: Slots, out: Rows) -> None:
         """Copy the rows of ``slots`` (N,) to ``out`` (N, D + K)."""
-        slab = self.slab
-        if self._staging is not None:
-            self._staging.read(slots, out, partial(self.kernels.read_rows, slab.weight, slab.state))
-        elif len(slots):
-            self.kernels.read_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(out))
+        self.slab.read(slots, out)
 
-    def write(self, slots: Slots, rows: Rows) -> None:
-        """Copy ``rows`` (N, D + K) to ``slots`` (N,)."""
-        slab = self.slab
-        if self._staging is not None:
-            self._staging.write(slots, rows, partial(self.kernels.write_rows, slab.weight, slab.state))
-        elif len(slots):
-            self.kernels.write_rows(slab.weight, slab.state, torch.from_numpy(slots), torch.from_numpy(rows))
+    def write(self, slots: Slots, rows: Rows, draws: Draws | None = None) -> None:
+        """Copy ``rows`` (N, D + K) to ``slots`` (N,); where they lie packed, rounded by ``draws``, or to nearest."""
+        self.slab.write(slots, rows, draws)
 
     def admit(self, tables: TableNumbers, ids: Ids, counts: NDArray[np.int32], slots: Slots) -> Victims:
         """Give each absent row (N,) a slot, written to ``slots`` (N,), clean and not known to be stored; the rows that
@@ -185,16 +274,21 @@ class Tier:
         self.dirty[gone] = self.dirty[slots] = False  # a row at its quota leaves its slot free
         self.unsaved[gone] = self.unsaved[slots] = False
         self.stored[slots] = False
+        if self._steps is not None:
+            self._steps[slots] = 0
         return victims
 
     def _leaving(self, slots: Slots, tables: TableNumbers, ids: Ids) -> Victims:
         """Rows (V,) that leave the tier, with no tier below to go to so far."""
         past = np.full(len(slots), -1, np.int32)
-        return Victims(slots, tables, ids, self.dirty[slots], self.stored[slots], self.unsaved[slots], past)
+        marks = self.dirty[slots], self.stored[slots], self.unsaved[slots]
+        return Victims(slots, tables, ids, *marks, self.steps_of(slots), past)
 
-    def take_marks(self, slots: Slots, dirty: Flags, stored: Flags, unsaved: Flags) -> None:
-        """Rows that came from another tier, or another slot, are as they were there."""
+    def take_marks(self, slots: Slots, dirty: Flags, stored: Flags, unsaved: Flags, steps: Steps | None = None) -> None:
+        """Rows that came from another tier, or (with ``steps``) another slot, are as they were there."""
         self.dirty[slots], self.stored[slots], self.unsaved[slots] = dirty, stored, unsaved
+        if self._steps is not None and steps is not None:
+            self._steps[slots] = steps
 
     def lets_in(self, tables: TableNumbers, ids: Ids) -> NDArray[np.bool_]:
         """Which of absent rows (N,) that come down, oldest first, may come in; the rule of admission counts all."""
@@ -259,8 +353,5 @@ class Tier:
         give_back(self.dirty, self.capacity_rows)
         give_back(self.stored, self.capacity_rows)
         give_back(self.unsaved, self.capacity_rows)
-
-
-def row_bytes(slab: Slab) -> int:
-    """Bytes of one row, state included."""
-    return (slab.weight.shape[1] + slab.state.shape[1]) * FLOAT_BYTES
+        if self._steps is not None:
+            give_back(self._steps, self.capacity_rows)

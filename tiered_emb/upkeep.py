@@ -19,6 +19,7 @@ from tiered_emb.cold import ColdRows
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.moves import Moves
 from tiered_emb.plan import Ids, Rows, Slots, TableNumbers
+from tiered_emb.row_form import RowForm
 from tiered_emb.tier import Flags, Tier
 
 Cancels: TypeAlias = dict[int, Callable[[int], None]]
@@ -51,10 +52,12 @@ class Upkeep:
     cancels: Cancels
     make_room: Callable[[int, int, int], bool]
 
+    form: RowForm
+
     @property
     def row_width(self) -> int:
         """D + K: floats of a whole row."""
-        raise NotImplementedError("of the group")
+        return self.form.width
 
     def retry(self) -> None:
         """Hand over what the Store refused; forget what it is known to have if others have deleted rows there."""
@@ -86,7 +89,7 @@ class Upkeep:
         with self.updating:  # else what changes between the copy and the mark would pass for written
             rows = self.moves.copied(tier, slots)
             tables, ids = directory.slot_tables[slots], directory.slot_ids[slots]
-            if error := self.cold.write(tables, ids, rows, tier.stored[slots]):
+            if error := self.cold.write(tables, ids, rows, tier.stored[slots], tier.steps_of(slots)):
                 raise error
             tier.dirty[slots], tier.stored[slots] = False, True
 
@@ -107,9 +110,9 @@ class Upkeep:
             slots = slots[tier.unsaved[slots]]
             rows = self.moves.copied(tier, slots)
             tables, ids = tier.directory.slot_tables[slots], tier.directory.slot_ids[slots]
-            stored = tier.stored[slots]
+            stored, steps = tier.stored[slots], tier.steps_of(slots)
             tier.unsaved[slots] = tier.dirty[slots] = False
-        if saving.give(tables, ids, rows, stored):
+        if saving.give(tables, ids, rows, stored, steps):
             tier.stored[slots] = True
         else:
             tier.dirty[slots] = True
@@ -143,5 +146,5 @@ class Upkeep:
         """Hand rows (N, D + K) that no tier holds to the Store. Raises what the Store raises."""
         with Uninterrupted():
             self._make_room_to_write(len(ids))
-            if error := self.cold.write(tables, ids, rows, np.zeros(len(ids), np.bool_)):
+            if error := self.cold.write(tables, ids, rows, np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.uint32)):
                 raise error
