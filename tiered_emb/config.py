@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from tiered_emb.init import Initializer, Normal
 
 Mode = Literal["sum", "mean", "max"]
 Rounding = Literal["nearest", "stochastic"]
+OnNaN = Literal["error", "skip"]
+ON_NAN: tuple[OnNaN, ...] = ("error", "skip")
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 MAX_DIM = 1 << 16
@@ -165,6 +167,10 @@ class TableConfig:
             "int8" (with a scale and a bias a row). They are worked on as fp32, and their optimizer state stays that.
         rounding: how weights get there: "stochastic" (the default), which loses no small update on average, or
             "nearest".
+        clip_value, clip_norm: the greatest magnitude of a number, and the greatest length, of a row's summed gradient,
+            in this order; None = no limit.
+        on_nan: what becomes of a row whose summed gradient is not finite: "error" refuses the whole update before any
+            row has changed, "skip" leaves the row as it is and counts it (``stats().skipped``).
     """
 
     name: str
@@ -175,12 +181,21 @@ class TableConfig:
     init: Initializer = field(default_factory=Normal)
     precision: str = field(default="fp32", kw_only=True)
     rounding: Rounding = field(default="stochastic", kw_only=True)
+    clip_value: float | None = field(default=None, kw_only=True)
+    clip_norm: float | None = field(default=None, kw_only=True)
+    on_nan: OnNaN = field(default="error", kw_only=True)
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        for what, value, choices in (("precision", self.precision, CODECS), ("rounding", self.rounding, ROUNDINGS)):
-            if value not in choices:
-                raise ConfigError(f"table {self.name!r}: {what} is {value!r}; expected one of {', '.join(choices)}")
+        for what, choices in (("precision", CODECS), ("rounding", ROUNDINGS), ("on_nan", ON_NAN)):
+            if getattr(self, what) not in choices:
+                raise ConfigError(
+                    f"table {self.name!r}: {what} is {getattr(self, what)!r}; expected one of {', '.join(choices)}"
+                )
+        for what in ("clip_value", "clip_norm"):
+            limit = getattr(self, what)
+            if limit is not None and not (isinstance(limit, int | float) and 0 < limit < np.inf):
+                raise ConfigError(f"table {self.name!r}: {what} is {limit!r}; expected a number above 0, or None")
         dim = _positive(self.embedding_dim, f"table {self.name!r}: embedding_dim", MAX_DIM)
         object.__setattr__(self, "embedding_dim", dim)
         if self.num_embeddings is not None:
@@ -195,6 +210,16 @@ class TableConfig:
                 f"table {self.name!r}: feature_names is one string; expected a list such as [{self.feature_names!r}]"
             )
         object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
+
+
+class RowOptions(TypedDict, total=False):
+    """What a module of one table passes on to its `TableConfig`."""
+
+    precision: str
+    rounding: Rounding
+    clip_value: float | None
+    clip_norm: float | None
+    on_nan: OnNaN
 
 
 def _check_name(name: object, where: str = "") -> None:

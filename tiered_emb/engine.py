@@ -19,6 +19,7 @@ prepares later batches (:mod:`tiered_emb.pipeline`).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from tiered_emb.config import TableConfig, TierConfig
 from tiered_emb.engine_states import Member, States
 from tiered_emb.errors import ConfigError, TierCapacityError
 from tiered_emb.group import TableGroup
+from tiered_emb.limits import TableLimits
 from tiered_emb.metrics import EngineStats, TierStats
 from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
@@ -260,6 +262,8 @@ class Engine(States):
         opened = [(self.groups[ref.schema], ref) for ref in refs]
         for table, own, (group, ref) in zip(tables, seeds, opened, strict=True):
             group.add_table(Table(table.name, ref.number, table.init, own, table.rounding == "stochastic"))
+            value, norm = (math.inf if one is None else one for one in (table.clip_value, table.clip_norm))
+            group.limits.set(ref.number, TableLimits(table.name, value, norm, table.on_nan == "skip"))
             self.tables[table.name] = ref
             self.progress.setdefault(ref.number, Progress(0, own))
         return opened
@@ -366,7 +370,12 @@ class Engine(States):
         """All tiers of all groups, by name, and the Store."""
         with self.road:
             names = [name for name in ("hbm", "ddr") if any(tier.name == name for tier in self._tiers())]
-            return EngineStats([self._tier_stats(name) for name in names], self.store.stats())
+            skipped = {
+                ref.name: self.groups[ref.schema].limits.skipped[ref.number]
+                for ref in self.tables.values()
+                if self.groups[ref.schema].limits.skipped[ref.number]
+            }
+            return EngineStats([self._tier_stats(name) for name in names], self.store.stats(), skipped)
 
     def _tiers(self) -> Iterator[Tier]:
         return (tier for group in self.groups.values() for tier in group.tiers)

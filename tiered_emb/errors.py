@@ -7,6 +7,7 @@ The tree (catch broad or narrow; errors of rows at rest live in :mod:`storage.er
     |-- InvalidBatchError      (ValueError)    ids, lengths, offsets or weights that do not fit together
     |-- IdRangeError           (IndexError)    an id outside a bounded table
     |-- TierCapacityError      (MemoryError)   a batch needs more rows than a tier can hold at once
+    |-- GradientError          (ArithmeticError) a gradient of a row that is not finite
     |-- PlanReleasedError      (RuntimeError)  a backward pass over rows that were updated and released, or let go
     |-- ModuleClosedError      (RuntimeError)  a module was used after close()
     |-- DataError              (ValueError)    a data file that is not what its reader expects
@@ -38,6 +39,10 @@ class IdRangeError(TieredEmbError, IndexError):
 
 class TierCapacityError(TieredEmbError, MemoryError):
     """A batch needs more rows than a tier can hold at once; says how many bytes would do."""
+
+
+class GradientError(TieredEmbError, ArithmeticError):
+    """The summed gradient of a row is not finite; names table and id. No row was changed."""
 
 
 class PlanReleasedError(TieredEmbError, RuntimeError):

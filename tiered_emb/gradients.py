@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tiered_emb.kernels import batch as batch_kernels
+from tiered_emb.limits import Limits, certainly_finite, finite_rows
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, Plan, Slots
 from tiered_emb.scratch import Scratch
@@ -92,8 +93,33 @@ def row_gradients(tier: Tier, uses: Sequence[Use], deduper: batch_kernels.Dedupe
     )
 
 
-def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, workers: WorkerPool) -> None:
-    """Sum each row's gradients and change the row; rows are partitioned over ``workers``, each row whole."""
+def are_finite(uses: Sequence[Use]) -> bool:
+    """Whether the summed gradients of all rows are certainly finite."""
+    weights = [use.plan.batch.bags.weights for use in uses]
+    most = sum(int(use.plan.batch.counts.max(initial=0)) for use in uses)
+    return all(certainly_finite(use.grads, factors, most) for use, factors in zip(uses, weights, strict=True))
+
+
+def infinite_rows(tier: Tier, work: RowGradients) -> Slots:
+    """Slots of the rows whose summed gradients are not finite, by a look at all of them."""
+    found = [work.slots[:0]]
+    sums = torch.empty((CHUNK_ROWS, tier.worked_on.weight.shape[1]), dtype=torch.float32, device=tier.slab.device)
+    for begin in range(0, len(work.slots), CHUNK_ROWS):
+        end = min(begin + CHUNK_ROWS, len(work.slots))
+        _sum(tier, work, begin, end, sums[: end - begin])
+        found.append(work.slots[begin:end][~finite_rows(sums[: end - begin])])
+    return np.concatenate(found)
+
+
+def apply_gradients(
+    tier: Tier, work: RowGradients, rule: RowRule, step: int, workers: WorkerPool, limits: Limits, *, finite: bool
+) -> None:
+    """Sum each row's gradients and change the row; rows are partitioned over ``workers``, each row whole.
+
+    Args:
+        limits: of the tables.
+        finite: all sums are; else rows with others are left as they are, and counted.
+    """
     slab, slots = tier.worked_on, tier.on_device(work.slots)
 
     batch_kernels.mark(tier.dirty, work.slots)  # first: also rows of an update that fails half-way
@@ -106,7 +132,15 @@ def apply_gradients(tier: Tier, work: RowGradients, rule: RowRule, step: int, wo
             end = min(begin + CHUNK_ROWS, last)
             chunk = sums[: end - begin]
             _sum(tier, work, begin, end, chunk)
-            rule.apply(slab.weight, slab.state, slots[begin:end], chunk, step)
+            rows = slots[begin:end]
+            if limits.clip:
+                limits.clipped(tier.directory.slot_tables[work.slots[begin:end]], chunk)
+            if not finite:
+                kept = finite_rows(chunk)
+                limits.count_skipped(tier.directory.slot_tables[work.slots[begin:end][~kept]])
+                which = tier.on_device(kept)
+                rows, chunk = rows[which], chunk[which]
+            rule.apply(slab.weight, slab.state, rows, chunk, step)
 
     if slab.device.type == "cpu":
         workers.run(part, len(work.slots), CHUNK_ROWS)

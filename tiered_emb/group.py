@@ -7,7 +7,8 @@
     rows  = group.fetch(plan)                           lower tier -> Store -> init(seed, id)
     group.commit(plan, rows)                            victims out, rows in
     out   = group.lookup(plan)                          gather and pool by slot
-    group.update(uses, rule, step)                      sum by row in forward order, apply the row rule
+    finite = group.check_gradients(uses)                refuse what is no number, before any row of the step changes
+    group.update(uses, rule, step, finite=finite)       sum by row in forward order, apply the row rule
     group.release(plan)                                 unpin
 
 The group is the only one that knows all tiers and the Store, and the only one that moves rows between them. One top
@@ -46,9 +47,10 @@ from storage.store import Store
 from tiered_emb.cache import Shortage, room
 from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
-from tiered_emb.gradients import Use, apply_gradients, row_gradients, weight_gradients
+from tiered_emb.gradients import Use, apply_gradients, are_finite, infinite_rows, row_gradients, weight_gradients
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.kernels.batch import Parted
+from tiered_emb.limits import Limits
 from tiered_emb.moves import Moves
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import (
@@ -88,6 +90,7 @@ class TableGroup(Upkeep):
         tiers: top first; one or two.
         cold: the rows that no tier holds.
         moves: what rows move through.
+        limits: of the tables' gradients.
         deduping, updating: held by whoever dedupes; who changes rows that are pinned, or writes such rows back.
         cancels: as `Engine.cancels`.
         top_bytes: budget of the top tier, by name, in which this group has so many slots; for messages.
@@ -105,6 +108,7 @@ class TableGroup(Upkeep):
         self.moves = Moves(tiers, self.cold, self.form)
         self.top_bytes: Callable[[int], int] = lambda rows: rows * self.form.worked_bytes
         self.make_room: Callable[[int, int, int], bool] = lambda missing, unique, floored: False
+        self.limits = Limits()
         self._workers = workers
         self.cancels: Cancels = {}
         self.forget_threads()
@@ -216,12 +220,24 @@ class TableGroup(Upkeep):
         plan.arg = pooled.winners
         return pooled.out
 
-    def update(self, uses: Sequence[Use], rule: RowRule, step: int) -> None:
-        """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1."""
+    def check_gradients(self, uses: Sequence[Use]) -> bool:
+        """Whether the gradients of all rows are finite. Raises GradientError if one is not, of a table that wants that;
+        nothing is changed in any case."""
+        if are_finite(uses):
+            return True
+        with self.updating, self.top.working():
+            work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
+            wrong = infinite_rows(self.top, work)
+        self.limits.refuse(self.top.directory.slot_tables[wrong], self.top.directory.slot_ids[wrong])
+        return not len(wrong)
+
+    def update(self, uses: Sequence[Use], rule: RowRule, step: int, *, finite: bool) -> None:
+        """Apply ``rule`` once to every row of ``uses`` (one set of tables, forward order); ``step`` counts from 1 and
+        ``finite`` is what `check_gradients` found."""
         with self.updating, self.top.working():
             work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
             self._keep_unsaved(work.slots)
-            apply_gradients(self.top, work, rule, step, self._workers)
+            apply_gradients(self.top, work, rule, step, self._workers, self.limits, finite=finite)
 
     def release(self, plan: Plan) -> None:
         """Have the plan's slots unpinned before the next plan is made; once."""

@@ -33,6 +33,7 @@ from tiered_emb.errors import InvalidBatchError, ModuleClosedError, PlanReleased
 from tiered_emb.gradients import Use
 from tiered_emb.group import TableGroup
 from tiered_emb.inputs import Ends, check_ends, check_range, listed
+from tiered_emb.limits import certainly_finite
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import Bags, IdBatch, Ids, Plan
 
@@ -54,12 +55,16 @@ class Updates:
 
     Attributes:
         steps: rule applications so far; the next one is number ``steps + 1``.
+        finite: whether all gradients that wait for ``optimizer.step()`` are.
+        recorded: called whenever one begins to.
         after: called with the new ``steps`` after each application.
     """
 
     def __init__(self, time: UpdateTime, rule: Callable[[], RowRule], steps: int, after: Callable[[int], None]) -> None:
         self.time = time
         self.steps = steps
+        self.finite = True
+        self.recorded: Callable[[], None] = lambda: None
         self._rule = rule
         self._after = after
         self._closed = False
@@ -71,6 +76,8 @@ class Updates:
         """Called by a backward node: the pooled rows of this forward have this gradient."""
         if self.time == "step":  # until which the caller may do with the gradients' memory what it likes
             use = replace(use, grads=[grad.clone() for grad in use.grads])
+            self.finite &= certainly_finite(use.grads, None, 1)
+            self.recorded()
         current = torch._C._current_graph_task_id() if self.time == "backward" else -1
         if current not in self._uses and self.time == "backward":
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.apply(current))
@@ -81,10 +88,14 @@ class Updates:
         if self._uses and self.time == "backward" and torch._C._current_graph_task_id() == -1:
             self.discard()
 
-    def apply(self, backward_pass: int = -1) -> None:
-        """Apply the rule once to the uses that a backward pass recorded (-1: that all did) and unpin their rows."""
+    def apply(self, backward_pass: int = -1, factor: float = 1.0) -> None:
+        """Apply the rule once to the uses that a backward pass recorded (-1: that all did), times a factor, and unpin
+        their rows."""
         with Uninterrupted():
+            self.finite = True
             if uses := self._uses.pop(backward_pass, []):
+                if factor != 1:
+                    uses = [(one, replace(use, grads=[grad * factor for grad in use.grads])) for one, use in uses]
                 self._apply(uses)
 
     def _apply(self, uses: Sequence[tuple[TableLookup, Use]]) -> None:
@@ -92,10 +103,19 @@ class Updates:
             for lookup, use in uses:
                 _release(lookup, [use])
             raise _is_over(over[0])
+        found = {
+            lookup: sorted((use for one, use in uses if one is lookup), key=lambda use: use.plan.number)
+            for lookup in dict.fromkeys(lookup for lookup, _ in uses)
+        }
+        try:
+            finite = [lookup.group.check_gradients(mine) for lookup, mine in found.items()]
+        except BaseException:  # no row has changed, and these gradients will not do
+            for lookup, use in uses:
+                _release(lookup, [use])
+            raise
         self.steps += 1
-        for lookup in dict.fromkeys(lookup for lookup, _ in uses):
-            mine = sorted((use for one, use in uses if one is lookup), key=lambda use: use.plan.number)
-            lookup.group.update(mine, self._rule(), self.steps)
+        for (lookup, mine), are_finite in zip(found.items(), finite, strict=True):
+            lookup.group.update(mine, self._rule(), self.steps, finite=are_finite)
             for use in mine:
                 lookup.group.finish(use.plan)
         self._after(self.steps)
@@ -107,6 +127,7 @@ class Updates:
                 for lookup, use in uses:
                     _release(lookup, [use])
             self._uses = {}
+            self.finite = True
 
     @property
     def pending(self) -> bool:

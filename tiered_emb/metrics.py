@@ -53,10 +53,11 @@ class TierStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """All tiers, top first, and the Store below them."""
+    """All tiers, top first, the Store below them, and by table the rows that were not updated (``on_nan="skip"``)."""
 
     tiers: list[TierStats]
     store: StoreStats
+    skipped: dict[str, int] = field(default_factory=dict)
 
 
 class RowCounters:

@@ -15,11 +15,12 @@ Shapes: N ids, B bags, L ids a bag, D dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 import torch
 
-from tiered_emb.config import Mode, TableConfig, TierConfig
+from tiered_emb.config import Mode, RowOptions, TableConfig, TierConfig
 from tiered_emb.errors import ConfigError, InvalidBatchError
 from tiered_emb.group import TableGroup
 from tiered_emb.init import Initializer, Normal
@@ -199,6 +200,7 @@ class TieredEmbeddingBag(_OneTable):
         device: of the HBM tier and the outputs.
         dtype: float32.
         tiers, optimizer, seed, name, init, update: as for TieredEmbeddingBagCollection and TableConfig.
+        row_options: precision, rounding, clip_value, clip_norm, on_nan, as for TableConfig.
     """
 
     def __init__(
@@ -222,9 +224,11 @@ class TieredEmbeddingBag(_OneTable):
         name: str = "embedding",
         init: Initializer | None = None,
         update: UpdateTime = "backward",
+        **row_options: Unpack[RowOptions],
     ) -> None:
         refuse_unsupported(max_norm, scale_grad_by_freq, dtype)
-        table = TableConfig(name, num_embeddings, embedding_dim, [name], mode, Normal() if init is None else init)
+        first = Normal() if init is None else init
+        table = TableConfig(name, num_embeddings, embedding_dim, [name], mode, first, **row_options)
         padding = padding_id(padding_idx, table.num_embeddings)
         super().__init__(table, ModuleOptions(tiers, optimizer, seed, update, device), _weight)
         self.mode = mode
@@ -281,11 +285,13 @@ class TieredEmbedding(_OneTable):
         name: str = "embedding",
         init: Initializer | None = None,
         update: UpdateTime = "backward",
+        **row_options: Unpack[RowOptions],
     ) -> None:
         refuse_unsupported(max_norm, scale_grad_by_freq, dtype)
         if _freeze:
             raise ConfigError("_freeze is not offered; use eval() or no_grad() to look rows up without training them")
-        table = TableConfig(name, num_embeddings, embedding_dim, [name], "sum", Normal() if init is None else init)
+        first = Normal() if init is None else init
+        table = TableConfig(name, num_embeddings, embedding_dim, [name], "sum", first, **row_options)
         padding = padding_id(padding_idx, table.num_embeddings)
         super().__init__(table, ModuleOptions(tiers, optimizer, seed, update, device), _weight, copies=True)
         self.padding_idx = padding

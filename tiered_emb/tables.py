@@ -115,8 +115,12 @@ class TieredTables(nn.Module):
         Made when first asked for: a torch optimizer imports half of torch, which a table should not cost.
         """
         if self._optimizer is None:
-            apply = self._updates.apply if self._updates.time == "step" else _nothing
-            self._optimizer = RowOptimizer(self._rule, apply, self._updates.discard)
+            later = self._updates.time == "step"
+            apply = partial(self._updates.apply, -1) if later else None
+            self._optimizer = optimizer = RowOptimizer(self._rule, apply, self._updates.discard)
+            self._updates.recorded = lambda: optimizer.note(self._updates.finite)
+            if self._updates.pending and later:
+                self._updates.recorded()
         return self._optimizer
 
     def flush(self) -> None:
@@ -451,10 +455,6 @@ def _check_options(options: ModuleOptions) -> None:
 
 def _chunk_rows(group: TableGroup) -> int:
     return max(1, _CHUNK_BYTES // group.form.worked_bytes)
-
-
-def _nothing() -> None:
-    """``step`` of an optimizer whose rule ran in the backward pass."""
 
 
 def _checked_seed(seed: int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_emb.optim._rule import RowRule
+from tiered_emb.optim._rule import RowRule, rounded_sqrt
 from tiered_emb.optim.adagrad import Adagrad
 from tiered_emb.optim.adam import Adam
 from tiered_emb.optim.adamw import AdamW
@@ -15,4 +15,16 @@ from tiered_emb.optim.sgd import SGD
 RULES = {rule.name: rule for rule in (SGD, Adagrad, RowwiseAdagrad, Adam, RowwiseAdam, AdamW, LAMB, FTRL)}
 """Every rule by its name; each is constructed as `RULES[name](lr=...)`."""
 
-__all__ = ["FTRL", "LAMB", "RULES", "SGD", "Adagrad", "Adam", "AdamW", "RowRule", "RowwiseAdagrad", "RowwiseAdam"]
+__all__ = [
+    "FTRL",
+    "LAMB",
+    "RULES",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "RowRule",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
+    "rounded_sqrt",
+]

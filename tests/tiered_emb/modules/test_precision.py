@@ -143,12 +143,16 @@ def test_case_12_small_updates_of_fp16_rows(rounding: str, tmp_path: Path) -> No
     for run in range(2):
         table = TableConfig("a", None, 4, init=Constant(1.0), precision="fp16", rounding=rounding)
         store = tmp_path / f"{run}"
-        bags = TieredEmbeddingBagCollection([table], tiers=TierConfig(ddr_bytes="4MiB", store=store), optimizer=SGD(1.0), seed=5)
+        bags = TieredEmbeddingBagCollection(
+            [table], tiers=TierConfig(ddr_bytes="4MiB", store=store), optimizer=SGD(1.0), seed=5
+        )
         with bags:
             out = bags(JaggedIds.from_dict({"a": (ids, torch.ones(len(ids), dtype=torch.int64))}))["a"]
             out.backward(torch.full_like(out, -(2.0**-13)))
             assert (bags.rows("a", ids) == 1 + 2.0**-13).all()  # as they are worked on
-        bags = TieredEmbeddingBagCollection([table], tiers=TierConfig(ddr_bytes="4MiB", store=store), optimizer=SGD(1.0), seed=5)
+        bags = TieredEmbeddingBagCollection(
+            [table], tiers=TierConfig(ddr_bytes="4MiB", store=store), optimizer=SGD(1.0), seed=5
+        )
         with bags:
             rows = bags.rows("a", ids)
         assert set(rows.unique().tolist()) <= {1.0, 1 + 2.0**-10}
@@ -233,5 +237,5 @@ def test_a_store_has_the_precision_it_was_made_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"precision": "fp8"}, {"rounding": "up"}, {"precision": None}])
 def test_wrong_options(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="table 'a': (precision|rounding) is"):
+    with pytest.raises(ConfigError, match=r"table 'a': (precision|rounding) is"):
         TableConfig("a", 5, 4, **option)
