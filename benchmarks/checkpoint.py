@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--samples", int, 1, 2048, "samples a batch"),
         ("--features", int, 1, 26, "ids a sample"),
         ("--every", int, 1, 50, "steps from one checkpoint to the next"),
-        ("--turns", int, 1, 6, "turns of two checkpoints with and without them"),
+        ("--turns", int, 1, 14, "turns of two checkpoints with and without them"),
         ("--kills", int, 0, 50, "runs that are killed"),
         ("--kill-samples", int, 1000, 12_000, "samples of each of them"),
         ("--export-rows", int, 0, 2_000_000, "rows that are exported; 0 leaves it out"),

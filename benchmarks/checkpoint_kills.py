@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 _COLUMNS, _NUMBERS = 26, 13
+_MOST_TOLD = 2000  # characters of what a run that failed has said
 _HASHES = ("losses_sha256", "rows_sha256")
 
 
@@ -73,9 +74,9 @@ def _remove(directory: Path, store: Path) -> None:
 
 def _started(data: Path, store: Path, every: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tiered_emb", "train", "--data", str(data), "--store", str(store)]
-    command += ["--batch-size", "128", "--ddr-bytes", "3MiB", "--optimizer", "adam", "--json", "-"]
+    command += ["--batch-size", "128", "--ddr-bytes", "4MiB", "--optimizer", "adam", "--json", "-"]
     command += ["--checkpoint-every", str(every), "--resume"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _kill_after(process: subprocess.Popen[str], seconds: float) -> None:
@@ -87,9 +88,10 @@ def _kill_after(process: subprocess.Popen[str], seconds: float) -> None:
 
 
 def _finished(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Hashes of a run, once it has ended; nothing if it has failed."""
-    out, _ = process.communicate()
+    """Hashes of a run, once it has ended; nothing if it has failed, which is told."""
+    out, said = process.communicate()
     if process.returncode:
+        print(f"\n  a run failed with exit code {process.returncode}: {said[-_MOST_TOLD:]}", file=sys.stderr)
         return {}
     report = json.loads(out.splitlines()[-1])
     return {name: str(report.get(name, "")) for name in _HASHES}

@@ -109,6 +109,7 @@ class HostBudget:
         self._buffer_bytes = buffer_bytes
         self._stored_rows, self._stored_before = stored_rows, stored_rows()
         self._groups: list[TableGroup] = []
+        self._widest: dict[int, int] = {}  # by group number, the most distinct rows of one forward so far
 
     def join(self, group: TableGroup) -> None:
         """Charge this group too, and be asked before each of its plans."""
@@ -218,6 +219,7 @@ class HostBudget:
         """
         if not self.limit_bytes:
             return False
+        self._remember_widest(batches)
         need = _Demand.of(batches)
         if any(self._too_narrow(group, batches) for group in self._groups):
             raise self._too_small(batches)
@@ -232,13 +234,15 @@ class HostBudget:
             self._note(need)
             return False
         least = {group.number: self._least(group, batches) for group in self._groups}
+        usual = {group.number: max(least[group.number], self._usual(group)) for group in self._groups}
         ample = _Demand.of(batches, _AMPLE, unstored)
-        if calm and self._room(ample) >= sum(least.values()) and self._share(ample, least):
+        if calm and self._room(ample) >= sum(usual.values()) and self._share(ample, usual):
             return True
         if self._charged(need) <= self.limit_bytes:
             self._note(need)
             return False
-        if sum(least.values()) > self._room(need) or not self._share(need, least):
+        keeps = usual if sum(usual.values()) <= self._room(need) else least
+        if sum(keeps.values()) > self._room(need) or not self._share(need, keeps):
             raise self._too_small(batches)
         return True
 
@@ -298,6 +302,19 @@ class HostBudget:
             coming = sum(batch.unique - batch.floored for batch in batches if batch.group is group)
             rows = max(rows, rows - 1 + coming + room.pinned_above_floors(group.top.directory))
         return self._tier_bytes(rows, group.schema)
+
+    def _usual(self, group: TableGroup) -> int:
+        """What a DDR tier that batches are worked on in has had to hold for one of them so far, and an eighth more: it
+        is not lowered below that for what may be a moment's need, since it would never be raised again."""
+        if group.lower is not None:
+            return 0
+        rows = self._widest.get(group.number, 0) * 9 // 8
+        return self._tier_bytes(min(group.top.capacity_rows, rows), group.schema.row_bytes)
+
+    def _remember_widest(self, batches: Sequence[Coming]) -> None:
+        for group in {batch.group.number: batch.group for batch in batches}.values():
+            rows = sum(batch.unique for batch in batches if batch.group is group)
+            self._widest[group.number] = max(self._widest.get(group.number, 0), rows)
 
     def _too_narrow(self, group: TableGroup, batches: Sequence[Coming]) -> bool:
         """Whether a DDR tier that is worked on has too few slots, whatever the other groups give up: none grows."""
