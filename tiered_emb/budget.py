@@ -309,7 +309,7 @@ class HostBudget:
         if group.lower is not None:
             return 0
         rows = self._widest.get(group.number, 0) * 9 // 8
-        return self._tier_bytes(min(group.top.capacity_rows, rows), group.schema.row_bytes)
+        return self._tier_bytes(min(group.top.capacity_rows, rows), group.schema)
 
     def _remember_widest(self, batches: Sequence[Coming]) -> None:
         for group in {batch.group.number: batch.group for batch in batches}.values():

@@ -156,8 +156,8 @@ class ColdRows:
     def draws(self, tables: TableNumbers, ids: Ids, steps: Steps) -> Draws:
         """What rows (N,) are rounded by that were changed last in ``steps`` (N,). Any thread may ask."""
         seeds, stochastic = np.zeros(len(ids), np.uint64), np.zeros(len(ids), np.bool_)
-        for number, table in list(self.tables.items()):  # few
-            mine = tables == number
+        for number in np.unique(tables):
+            mine, table = tables == number, self.tables[int(number)]
             seeds[mine], stochastic[mine] = table.seed, table.stochastic
         return Draws(seeds, tables, ids, np.where(stochastic, steps, np.uint32(0)))
 

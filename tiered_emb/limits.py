@@ -49,10 +49,12 @@ class Limits:
     """Of the tables of one group; see the module's essay.
 
     Attributes:
+        clip: whether any table has its gradients clipped.
         skipped: rows that were not updated for a gradient that is not finite, by table number.
     """
 
     def __init__(self) -> None:
+        self.clip = False
         self.skipped: Counter[int] = Counter()
         self._tables: dict[int, TableLimits] = {}
         self._counting = threading.Lock()
@@ -60,17 +62,13 @@ class Limits:
     def set(self, table: int, limits: TableLimits) -> None:
         """Have these for a table from now on."""
         self._tables[table] = limits
-
-    @property
-    def clip(self) -> bool:
-        """Whether any table has its gradients clipped."""
-        return any(one.value < math.inf or one.norm < math.inf for one in self._tables.values())
+        self.clip = any(one.value < math.inf or one.norm < math.inf for one in self._tables.values())
 
     def clipped(self, tables: TableNumbers, sums: torch.Tensor) -> None:
         """Clip sums (N, D) in place, first by value and then by norm; rows are of ``tables`` (N,)."""
         values, norms = np.full(len(tables), np.inf, np.float32), np.full(len(tables), np.inf, np.float32)
-        for number, one in self._tables.items():
-            mine = tables == number
+        for number in np.unique(tables):
+            mine, one = tables == number, self._tables[int(number)]
             values[mine], norms[mine] = one.value, one.norm
         if sums.device.type == "cpu":
             _clip(sums.numpy(), values, norms)

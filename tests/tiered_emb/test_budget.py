@@ -33,10 +33,11 @@ def test_a_tier_keeps_what_batches_have_needed_unless_there_is_no_room(tmp_path:
         tiers = TierConfig(ddr_bytes=BUDGET, store=store)
         with TieredEmbeddingBag(None, 32, mode="sum", tiers=tiers, optimizer=SGD(0.1), seed=0) as bag:
             top, budget = bag._lookup.group.top, bag.engine._budget
+            schema = bag._lookup.group.schema
             for step in range(30):
                 bag(torch.arange(step * 50, step * 50 + WIDEST)[None]).sum().backward()
             store.more = int((BUDGET - budget.charged_bytes() + top.capacity_rows * ROW) * share)
             for step in range(30, 32):
                 bag(torch.arange(step * 50, step * 50 + WIDEST // 2)[None]).sum().backward()
-                missing = budget._tier_bytes(USUAL, ROW) - budget._tier_bytes(top.capacity_rows, ROW)
+                missing = budget._tier_bytes(USUAL, schema) - budget._tier_bytes(top.capacity_rows, schema)
                 assert top.capacity_rows >= USUAL or budget.charged_bytes() + missing > BUDGET
