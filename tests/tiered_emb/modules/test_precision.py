@@ -239,3 +239,24 @@ def test_a_store_has_the_precision_it_was_made_with(tmp_path: Path) -> None:
 def test_wrong_options(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"table 'a': (precision|rounding) is"):
         TableConfig("a", 5, 4, **option)
+
+
+@LOSSY
+def test_a_row_has_the_same_bits_whoever_writes_it(precision: str, tmp_path: Path) -> None:
+    """A checkpoint beside training, one that training waits for, and rows that were evicted before and after it."""
+    ahead, found = batches(30), []
+    for background in (False, True):
+        path = tmp_path / str(background)
+        losses = []
+        with collection(tables(precision), path / "s", max_rows={"a": 40, "b": 40}) as bags:
+            for number, batch in enumerate(ahead):
+                losses.append(step(bags, batch))
+                if number == 14:
+                    saved = save_checkpoint(path / "c", bags, tag="here", background=background)  # type: ignore[call-overload]
+            if background:
+                saved.wait()
+            end = at_rest(bags)
+            load_checkpoint(path / "c", bags, tag="here")
+            found.append((losses, digest(bags), {name: rows.tobytes() for name, (_, rows) in end.items()}))
+            assert bags.stats().tiers[-1].evictions > 100
+    assert found[0] == found[1]
