@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tiered_emb import kernels
 from tiered_emb.kernels import reference
 from tiered_emb.kernels.batch import Deduper, UniqueIds, bags_of, group_positions
 from tiered_emb.scratch import Scratch
@@ -206,3 +207,7 @@ def test_gather_copies_and_pool_adds_to_zero(device: torch.device) -> None:
     gpu.pool(weight, b.slots, b.inverse, b.offsets, None, "sum", pooled, ONE)
     assert torch.signbit(gathered).all()
     assert not torch.signbit(pooled).any()
+
+
+def test_a_gpu_gets_them() -> None:
+    assert kernels.for_device(torch.device("cuda", 0)) is gpu

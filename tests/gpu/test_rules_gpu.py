@@ -86,9 +86,7 @@ def test_negative_slots_and_empty_batches_change_nothing(rule: RowRule, device: 
     assert (bits(weight), bits(state)) == before
 
 
-def test_a_rule_without_a_kernel_runs_by_its_reference(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_without_a_kernel_runs_by_its_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = SGD(0.5)
     monkeypatch.delitem(_gpu.LAUNCHES, rule.name)
     weight = torch.ones(4, 2, device=device)

@@ -115,7 +115,7 @@ def has_triton() -> bool:
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The kernels that work on tensors of `device`: Numba's on the host, Triton's on a GPU where Triton is installed, the
+    """The kernels that work on tensors of `device`: Numba's on the host, Triton's on a GPU where there is Triton, the
     reference elsewhere."""
     if device.type == "cuda" and has_triton():
         from tiered_emb.kernels import gpu

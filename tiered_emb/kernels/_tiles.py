@@ -7,8 +7,8 @@ Bits. Every launch forbids fused multiply-add and the flushing of numbers below 
 by default; division and square root are asked for as IEEE 754 rounds them.
 
 Where a program changes numbers that it has read, no number may belong to two of its threads, or one would read what the
-other wrote. So such tiles are no smaller than the number of their threads, and numbers that are one a row have a barrier
-between the load and the store.
+other wrote. So such tiles are no smaller than the number of their threads, and numbers of which there is one a row have
+a barrier between the load and the store.
 
 Triton is imported here, so only what runs on a GPU, and its tests, may import this module.
 """

@@ -43,13 +43,9 @@ def pool(
 ) -> None:
     """Sum or mean of each bag's rows; see `reference.pool`."""
     bags, dim = out.shape
-    launch(
-        _pool,
-        *(bags, dim),
-        *(weight, slots, inverse, offsets, per_sample, out, bags, dim),
-        **{"MEAN": mode == "mean", "WEIGHTED": per_sample is not None, "AHEAD": _AHEAD},
-        sums=True,
-    )
+    tensors = weight, slots, inverse, offsets, per_sample, out
+    weighted = per_sample is not None
+    launch(_pool, bags, dim, *tensors, bags, dim, MEAN=mode == "mean", WEIGHTED=weighted, AHEAD=_AHEAD, sums=True)
 
 
 def pool_max(
@@ -110,11 +106,12 @@ def sum_gradients(
     """Gradients of unique rows first .. last - 1; see `reference.sum_gradients`."""
     grad, bags = located
     rows, dim = out.shape
+    tensors, weighted = (bags, per_sample, start, position), per_sample is not None
     launch(
         _sum_gradients,
-        *(rows, dim),
-        *(grad, *grad.stride(), bags, per_sample, start, position, first, out, rows, dim),
-        **{"WEIGHTED": per_sample is not None, "AHEAD": _AHEAD},
+        *(rows, dim, grad, *grad.stride(), *tensors, first, out, rows, dim),
+        WEIGHTED=weighted,
+        AHEAD=_AHEAD,
         sums=True,
     )
 
@@ -132,10 +129,10 @@ def sum_gradients_max(
     """The same for bags pooled by maximum; see `reference.sum_gradients_max`."""
     grad, _ = located
     rows, dim = out.shape
+    tensors = arg, bags, start, position
     launch(
         _sum_gradients_max,
-        *(rows, dim),
-        *(grad, *grad.stride(), arg, bags, start, position, first, out, rows, dim),
+        *(rows, dim, grad, *grad.stride(), *tensors, first, out, rows, dim),
         AHEAD=_AHEAD,
         sums=True,
     )
@@ -304,9 +301,7 @@ def _sum_gradients_max(
 
 
 @triton.jit
-def _copy_rows(
-    weight, state, slots, rows, n, dim, width, READS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+def _copy_rows(weight, state, slots, rows, n, dim, width, READS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, column, is_row, is_column = tile(n, dim + width, ROWS, COLS)
     slot = tl.load(slots + row, mask=is_row, other=0).to(tl.int64)
     of_weight, of_state = is_row & (column < dim), is_row & is_column & (column >= dim)

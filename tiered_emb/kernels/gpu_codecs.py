@@ -106,11 +106,11 @@ def _noise(seeds, tables, ids, step, row, is_row, block, ROWS: tl.constexpr, BLO
 @triton.jit
 def _half(bits, fill, nearest, BF16: tl.constexpr):
     """The number `bits` (uint32) as 16 bits: to nearest, ties to even, or lifted by the upper 16 bits of `fill`."""
+    LARGEST: tl.constexpr = 0x7F7F if BF16 else 0x7BFF
+    INFINITE: tl.constexpr = 0x7F80 if BF16 else 0x7C00
     magnitude = bits & _MAGNITUDE
     if BF16:
         dropped, base = magnitude * 0 + 16, magnitude
-        largest: tl.constexpr = 0x7F7F
-        infinite: tl.constexpr = 0x7F80
         quiet = (magnitude >> 16) | 0x40
     else:
         exponent = magnitude >> 23
@@ -119,14 +119,12 @@ def _half(bits, fill, nearest, BF16: tl.constexpr):
         dropped = tl.where(normal, 13, below)
         base = tl.where(normal, magnitude, _REBIAS) - _REBIAS
         base = tl.where(normal, base, (magnitude & _FRACTION) | _LEADING)
-        largest: tl.constexpr = 0x7BFF
-        infinite: tl.constexpr = 0x7C00
         quiet = magnitude * 0 + 0x7E00
     even = tl.where(nearest, (base >> dropped) & 1, 0)
-    half = tl.minimum((base + (fill >> (32 - dropped)) + even) >> dropped, largest)
+    half = tl.minimum((base + (fill >> (32 - dropped)) + even) >> dropped, LARGEST)
     if not BF16:
         half = tl.where(exponent == 0, 0, half)  # zero, or a float32 far below the least half
-    half = tl.where(magnitude == _INFINITE, infinite, tl.where(magnitude > _INFINITE, quiet, half))
+    half = tl.where(magnitude == _INFINITE, INFINITE, tl.where(magnitude > _INFINITE, quiet, half))
     return half | ((bits >> 16) & 0x8000)
 
 

@@ -177,9 +177,7 @@ def _rowwise_adam(
 
 
 @triton.jit
-def _lamb_change(
-    weight, state, grads, row, slot, column, there, dim, share_1, share_2, eps, size, decay
-):
+def _lamb_change(weight, state, grads, row, slot, column, there, dim, share_1, share_2, eps, size, decay):
     """Of these columns: the weights, both averages as they are to be, and the change before it is scaled."""
     average = state + slot * (2 * dim) + column
     grad = tl.load(grads + row * dim + column, mask=there, other=0.0)
@@ -207,17 +205,17 @@ def _lamb(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    row, slot, columns, _ = _rows_at(slots, n, dim, ROWS, COLS)
+    row, slot, columns, _there = _rows_at(slots, n, dim, ROWS, COLS)
     is_row = slot >= 0
     of_weight, of_change = tl.zeros((ROWS, 8), tl.float32), tl.zeros((ROWS, 8), tl.float32)
     for block in range(0, dim, 8):
-        column = block + tl.arange(0, 8)[None, :]
-        there = is_row & (column < dim)
-        old, _, _, change = _lamb_change(
-            weight, state, grads, row, slot, column, there, dim, share_1, share_2, eps, size, decay
+        eight = block + tl.arange(0, 8)[None, :]
+        at_lanes = is_row & (eight < dim)
+        before, _mean_8, _square_8, change_8 = _lamb_change(
+            weight, state, grads, row, slot, eight, at_lanes, dim, share_1, share_2, eps, size, decay
         )
-        of_weight += old * old
-        of_change += change * change
+        of_weight += before * before
+        of_change += change_8 * change_8
     length, moved = tl.sqrt_rn(folded(of_weight, ROWS)), tl.sqrt_rn(folded(of_change, ROWS))
     scale = tl.where((length > 0) & (moved > 0), tl.div_rn(length, moved), 1.0) * lr
     tl.debug_barrier()  # all threads have read the row

@@ -1,8 +1,8 @@
 """RowRule: how the summed gradient of a row changes the row.
 
 A rule's optimizer state lies beside the row's weights, moves through the tiers with them and starts from zero.
-`apply` is written twice in each rule's file: in torch ops (any device, the definition) and in Numba (CPU). A third time,
-in Triton for a GPU, it may stand in `tiered_emb.optim._gpu`. All do the same float32 operations in the same order, one
+`apply` is written twice in each rule's file: in torch ops (any device, the definition) and in Numba (CPU). For a GPU it
+may stand in `tiered_emb.optim._gpu` a third time, in Triton. All do the same float32 operations in the same order, one
 rounding each, so they agree to the bit.
 
 A new rule is one file with one frozen dataclass, one line in `RULES` (`tiered_emb.optim`) and one in
