@@ -52,13 +52,21 @@ def apply_on_device(
     rule: Any, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int
 ) -> None:
     """`RowRule.apply` off the host: on a GPU by the rule's Triton kernel, if it has one, else by its `reference`."""
-    if weight.device.type == "cuda" and has_triton():
+    if runs_in_triton(rule, weight.device):
         from tiered_emb.optim._gpu import LAUNCHES
 
-        if rule.name in LAUNCHES:
-            LAUNCHES[rule.name](rule, weight, state, slots, grads, step)
-            return
-    rule.reference(weight, state, slots, grads, step)
+        LAUNCHES[rule.name](rule, weight, state, slots, grads, step)
+    else:
+        rule.reference(weight, state, slots, grads, step)
+
+
+def runs_in_triton(rule: RowRule, device: torch.device) -> bool:
+    """Whether a rule has a Triton kernel that runs it on this device; `apply` takes negative slots then, as no rows."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    from tiered_emb.optim._gpu import LAUNCHES
+
+    return rule.name in LAUNCHES
 
 
 def check_numbers(rule: object, **limits: tuple[float, float]) -> None:
