@@ -223,8 +223,10 @@ class TableGroup(Upkeep):
             self.top.write(plan.slots[plan.missing], rows)
 
     def lookup(self, plan: Plan) -> torch.Tensor:
-        """The pooled rows (B, D) of a committed plan, on the top tier's device. Raises GradientError if an update before
-        it was refused, as the device tells only now."""
+        """The pooled rows (B, D) of a committed plan, on the top tier's device.
+
+        Raises GradientError if an earlier update was refused, which the device tells only now.
+        """
         self.limits.raise_heard()
         with self.top.working():
             pooled = pool_rows(self.top, self.top.worked_on.weight, plan.slots, plan.batch, self._workers)
