@@ -62,7 +62,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_twins(rule: RowRule, dim: int, device: torch.device) -> None:
     weight, state = (one.to(device) for one in slab(rule, dim))
     expected_weight, expected_state = weight.clone(), state.clone()
-    for step in (1, 2, 1000):
+    for step in (1, 1000):
         slots = torch.from_numpy(np.random.default_rng(step).permutation(SLOTS)[:40].astype(np.int32)).to(device)
         grads = grads_of(40, dim).to(device)
         _gpu.LAUNCHES[rule.name](rule, weight, state, slots, grads, step)
