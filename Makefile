@@ -24,7 +24,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@if ! $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		echo "PYTHON=$(PYTHON) is no Python >= 3.11 with venv (Debian: python3.11 and python3.11-venv)." >&2; \
 		exit 1; fi
-	@echo "Setting up $(VENV) with $(PYTHON); this takes a few minutes and about 2 GB the first time"
+	@echo "Setting up $(VENV) with $(PYTHON); this takes a few minutes and about 2.5 GB the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[dev]'
 	touch $@

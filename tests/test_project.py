@@ -41,6 +41,12 @@ def test_storage_works_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_triton_is_left_alone_until_a_gpu_asks_for_it() -> None:
+    program = "import tiered_emb, sys; assert 'triton' not in sys.modules, 'tiered_emb imported it'"
+    result = _run(sys.executable, "-c", program)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     ("forbidden", "allowed"),
     [

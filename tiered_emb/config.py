@@ -170,7 +170,8 @@ class TableConfig:
         clip_value, clip_norm: the greatest magnitude of a number, and the greatest length, of a row's summed gradient,
             in this order; None = no limit.
         on_nan: what becomes of a row whose summed gradient is not finite: "error" refuses the whole update before any
-            row has changed, "skip" leaves the row as it is and counts it (``stats().skipped``).
+            row has changed, "skip" leaves the row as it is and counts it (``stats().skipped``). On a GPU an update that
+            is refused changes no row of its group either, but is reported by a later forward, backward or flush.
     """
 
     name: str

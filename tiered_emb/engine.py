@@ -350,6 +350,8 @@ class Engine(States):
 
     def _flush_rows(self) -> None:
         for group in self.groups.values():
+            group.limits.raise_heard(wait=True)
+        for group in self.groups.values():
             group.write_back()
         with Uninterrupted():
             self.store.flush(note_of(self.progress))
@@ -370,6 +372,8 @@ class Engine(States):
         """All tiers of all groups, by name, and the Store."""
         with self.road:
             names = [name for name in ("hbm", "ddr") if any(tier.name == name for tier in self._tiers())]
+            for group in self.groups.values():
+                group.limits.hear(wait=True)
             skipped = {
                 ref.name: self.groups[ref.schema].limits.skipped[ref.number]
                 for ref in self.tables.values()

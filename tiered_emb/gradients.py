@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.limits import Limits, certainly_finite, finite_rows
-from tiered_emb.optim import RowRule
+from tiered_emb.optim import RowRule, runs_in_triton
 from tiered_emb.plan import Bags, Plan, Slots
 from tiered_emb.scratch import Scratch
+from tiered_emb.staging import sent
 from tiered_emb.tier import Tier
 from tiered_emb.workers import WorkerPool
 
@@ -80,16 +81,15 @@ def row_gradients(tier: Tier, uses: Sequence[Use], deduper: batch_kernels.Dedupe
     start = scratch.take("start", len(slots) + 1, np.int64)
     position = scratch.take("position", len(inverse), np.int32)
     batch_kernels.group_positions(inverse, len(slots), start, position)
-    device = grads[0].device
-    in_bag = in_bag.to(device)
+    in_bag = tier.on_device(in_bag)
     return RowGradients(
         slots,
         tier.kernels.locate_gradients(grads, in_bag, scratch),
         in_bag,
-        None if weights is None else weights.to(device),
+        None if weights is None else tier.on_device(weights),
         arg,
-        torch.from_numpy(start).to(device),
-        torch.from_numpy(position).to(device),
+        tier.on_device(start),
+        tier.on_device(position),
     )
 
 
@@ -148,6 +148,32 @@ def apply_gradients(
         part(0, len(work.slots))  # on the caller's stream
 
 
+def tells_later(tier: Tier, rule: RowRule) -> bool:
+    """Whether rows whose gradients are not finite are left out on the device, by `apply_on_device`."""
+    return runs_in_triton(rule, tier.slab.device)
+
+
+def apply_on_device(tier: Tier, work: RowGradients, rule: RowRule, step: int, limits: Limits) -> None:
+    """As `apply_gradients`, all rows at once and without waiting for the device: it leaves out rows whose sums are not
+    finite, and all rows where one of them is of a table that refuses such a step; ``limits`` hears of it later.
+
+    Requires: `tells_later`. The sums of all rows, (U, D), take device memory while the step is done.
+    """
+    slab, tables = tier.worked_on, tier.directory.slot_tables[work.slots]
+    batch_kernels.mark(tier.dirty, work.slots)
+    tier.count_step(work.slots, step)
+    sums = torch.empty((len(work.slots), slab.weight.shape[1]), dtype=torch.float32, device=slab.device)
+    _sum(tier, work, 0, len(work.slots), sums)
+    finite, strict = sums.isfinite().all(1), tier.on_device(limits.strict(tables))
+    refused = (strict & ~finite).any()
+    if limits.clip:
+        limits.clipped(tables, sums)
+        finite = torch.where(strict, finite, sums.isfinite().all(1))  # what was clipped may be finite now
+    slots = torch.where(finite & ~refused, tier.on_device(work.slots), -1)
+    rule.apply(slab.weight, slab.state, slots, sums, step)
+    limits.later(tables, tier.directory.slot_ids[work.slots], finite)
+
+
 def weight_gradients(tier: Tier, plan: Plan, grad: torch.Tensor, scratch: Scratch, workers: WorkerPool) -> torch.Tensor:
     """Gradient (N,) of per-sample weights: the rows of ``plan``, unchanged since the forward, times ``grad`` (B, D)."""
     batch, out = plan.batch, torch.empty(len(plan.batch.inverse), dtype=torch.float32, device=grad.device)
@@ -175,7 +201,7 @@ def _of_sums(grads: Sequence[torch.Tensor], bags: Bags) -> Sequence[torch.Tensor
     """Gradients of the bags' sums: a mean's are divided by the bag's length."""
     if bags.mode != "mean" or _longest(bags) <= 1:
         return grads
-    lengths = bags.offsets.diff().clamp(min=1).unsqueeze(1).to(grads[0])
+    lengths = sent(bags.offsets.diff().clamp(min=1).unsqueeze(1).to(grads[0].dtype), grads[0].device)
     return [grad / part for grad, part in zip(grads, lengths.tensor_split(len(grads)), strict=True)]
 
 
@@ -229,6 +255,6 @@ def _joined_winners(uses: Sequence[Use]) -> torch.Tensor | None:
         taking = np.arange(size) if use.taking_part is None else use.taking_part
         place = np.full(size + 1, -1, np.int32)  # the last one is for winner -1, an empty bag
         place[taking] = np.arange(seen, seen + len(taking), dtype=np.int32)
-        winners.append(torch.from_numpy(place).to(use.plan.arg.device)[use.plan.arg.long()])
+        winners.append(sent(torch.from_numpy(place), use.plan.arg.device)[use.plan.arg.long()])
         seen += len(taking)
     return torch.cat(winners)

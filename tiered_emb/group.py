@@ -7,7 +7,7 @@
     rows  = group.fetch(plan)                           lower tier -> Store -> init(seed, id)
     group.commit(plan, rows)                            victims out, rows in
     out   = group.lookup(plan)                          gather and pool by slot
-    finite = group.check_gradients(uses)                refuse what is no number, before any row of the step changes
+    finite = group.check_gradients(uses, rule)          refuse what is no number, before any row changes
     group.update(uses, rule, step, finite=finite)       sum by row in forward order, apply the row rule
     group.release(plan)                                 unpin
 
@@ -47,7 +47,16 @@ from storage.store import Store
 from tiered_emb.cache import Shortage, room
 from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
-from tiered_emb.gradients import Use, apply_gradients, are_finite, infinite_rows, row_gradients, weight_gradients
+from tiered_emb.gradients import (
+    Use,
+    apply_gradients,
+    apply_on_device,
+    are_finite,
+    infinite_rows,
+    row_gradients,
+    tells_later,
+    weight_gradients,
+)
 from tiered_emb.kernels import batch as batch_kernels
 from tiered_emb.kernels.batch import Parted
 from tiered_emb.limits import Limits
@@ -214,15 +223,22 @@ class TableGroup(Upkeep):
             self.top.write(plan.slots[plan.missing], rows)
 
     def lookup(self, plan: Plan) -> torch.Tensor:
-        """The pooled rows (B, D) of a committed plan, on the top tier's device."""
+        """The pooled rows (B, D) of a committed plan, on the top tier's device.
+
+        Raises GradientError if an earlier update was refused, which the device tells only now.
+        """
+        self.limits.raise_heard()
         with self.top.working():
             pooled = pool_rows(self.top, self.top.worked_on.weight, plan.slots, plan.batch, self._workers)
         plan.arg = pooled.winners
         return pooled.out
 
-    def check_gradients(self, uses: Sequence[Use]) -> bool:
+    def check_gradients(self, uses: Sequence[Use], rule: RowRule) -> bool:
         """Whether the gradients of all rows are finite. Raises GradientError if one is not, of a table that wants that;
-        nothing is changed in any case."""
+        nothing is changed in any case. Where the device is to find out by itself, in `update`, it is not known."""
+        if tells_later(self.top, rule):
+            self.limits.raise_heard()
+            return False
         if are_finite(uses):
             return True
         with self.updating, self.top.working():
@@ -237,7 +253,10 @@ class TableGroup(Upkeep):
         with self.updating, self.top.working():
             work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
             self._keep_unsaved(work.slots)
-            apply_gradients(self.top, work, rule, step, self._workers, self.limits, finite=finite)
+            if tells_later(self.top, rule):
+                apply_on_device(self.top, work, rule, step, self.limits)
+            else:
+                apply_gradients(self.top, work, rule, step, self._workers, self.limits, finite=finite)
 
     def release(self, plan: Plan) -> None:
         """Have the plan's slots unpinned before the next plan is made; once."""

@@ -8,6 +8,10 @@ Looking at every sum would cost a pass over all rows. Instead `certainly_finite`
 no number, where the greatest output gradient times the most that are added is a float32. Only where that does not hold
 are sums looked at.
 
+A GPU would have the host wait for both. There the sums are looked at on the device, which leaves out the rows of the
+step by itself, all of them where one is to be refused, and what it found is told once it has arrived (`Limits.later`):
+rows are counted, or the error is raised, in a later forward or backward pass, or in a flush.
+
 Shapes: N rows, D dimension.
 """
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +33,7 @@ from tiered_emb.errors import GradientError
 from tiered_emb.kernels._lanes import lane_dot, lane_sum
 from tiered_emb.optim import rounded_sqrt
 from tiered_emb.plan import Ids, TableNumbers
+from tiered_emb.staging import sent
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _FINITE_BELOW = float(np.finfo(np.float32).max) / 2  # what rounding adds on the way is far less than half
@@ -45,6 +50,23 @@ class TableLimits:
     skips: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What a device will tell of the rows (N,) of a step: `finite` holds it when `arrived` is so."""
+
+    tables: TableNumbers
+    ids: Ids
+    finite: torch.Tensor
+    event: Any
+
+    def arrived(self, wait: bool) -> bool:
+        if self.event is None:
+            return True
+        if wait:
+            self.event.synchronize()
+        return bool(self.event.query())
+
+
 class Limits:
     """Of the tables of one group; see the module's essay.
 
@@ -58,6 +80,9 @@ class Limits:
         self.skipped: Counter[int] = Counter()
         self._tables: dict[int, TableLimits] = {}
         self._counting = threading.Lock()
+        self._hearing = threading.Lock()
+        self._later: deque[_Later] = deque()
+        self._refused: GradientError | None = None
 
     def set(self, table: int, limits: TableLimits) -> None:
         """Have these for a table from now on."""
@@ -73,13 +98,47 @@ class Limits:
         if sums.device.type == "cpu":
             _clip(sums.numpy(), values, norms)
         else:
-            clip_reference(sums, torch.from_numpy(values).to(sums.device), torch.from_numpy(norms).to(sums.device))
+            clip_reference(sums, *(sent(torch.from_numpy(limit), sums.device) for limit in (values, norms)))
+
+    def strict(self, tables: TableNumbers) -> NDArray[np.bool_]:
+        """(N,): which rows are of tables that refuse a step with a gradient that is not finite."""
+        return np.isin(tables, np.array([number for number, one in self._tables.items() if not one.skips], np.uint32))
+
+    def later(self, tables: TableNumbers, ids: Ids, finite: torch.Tensor) -> None:
+        """Rows (N,) to which `finite` (N,) bool, on a device, says no were left out of a step; nobody waits for it."""
+        event, there = None, finite
+        if finite.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there = torch.empty(finite.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+            there.copy_(finite, non_blocking=True)
+            event.record(torch.cuda.current_stream(finite.device))
+        self._later.append(_Later(tables, ids, there, event))
+
+    def hear(self, *, wait: bool = False) -> None:
+        """Count the rows that devices have told of by now; with `wait`, all that they were asked about."""
+        with self._hearing:
+            while self._later and self._later[0].arrived(wait):
+                self._take(self._later.popleft())
+
+    def _take(self, one: _Later) -> None:
+        wrong = np.flatnonzero(~one.finite.numpy())
+        self.count_skipped(one.tables[wrong[~self.strict(one.tables[wrong])]])
+        try:
+            self.refuse(one.tables[wrong], one.ids[wrong])
+        except GradientError as error:
+            self._refused = self._refused or error
+
+    def raise_heard(self, *, wait: bool = False) -> None:
+        """As `hear`; then raise GradientError, once, if a step was refused."""
+        self.hear(wait=wait)
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
 
     def refuse(self, tables: TableNumbers, ids: Ids) -> None:
         """Raise GradientError if one of these rows (N,), whose gradients are not finite, is of a table that wants to
         know."""
-        strict = np.array([number for number, one in self._tables.items() if not one.skips], np.uint32)
-        wrong = np.flatnonzero(np.isin(tables, strict))
+        wrong = np.flatnonzero(self.strict(tables))
         if len(wrong):
             first, more = wrong[0], f", nor are those of {len(wrong) - 1} others" if len(wrong) > 1 else ""
             raise GradientError(

@@ -108,14 +108,15 @@ class Updates:
             for lookup in dict.fromkeys(lookup for lookup, _ in uses)
         }
         try:
-            finite = [lookup.group.check_gradients(mine) for lookup, mine in found.items()]
+            rule = self._rule()
+            finite = [lookup.group.check_gradients(mine, rule) for lookup, mine in found.items()]
         except BaseException:  # no row has changed, and these gradients will not do
             for lookup, use in uses:
                 _release(lookup, [use])
             raise
         self.steps += 1
         for (lookup, mine), are_finite in zip(found.items(), finite, strict=True):
-            lookup.group.update(mine, self._rule(), self.steps, finite=are_finite)
+            lookup.group.update(mine, rule, self.steps, finite=are_finite)
             for use in mine:
                 lookup.group.finish(use.plan)
         self._after(self.steps)

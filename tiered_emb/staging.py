@@ -233,6 +233,16 @@ class Staging:
             self._copies.used()
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on a device, itself if it is there; a GPU gets it on the current stream, and the host does not wait.
+
+    What it held when this was called is what arrives, whatever is written to it after.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)  # torch keeps the page-locked copy until it has gone
+    return tensor.to(device)
+
+
 def block_rows(slab_rows: int, row_floats: int) -> int:
     """Rows of a block: 256 KiB of them, and no more than a sixteenth of the slab."""
     return max(1, min(_BLOCK_BYTES // (4 * row_floats), slab_rows // 16))

@@ -32,7 +32,7 @@ from tiered_emb.cache.sizes import most_rows
 from tiered_emb.metrics import RowCounters
 from tiered_emb.plan import Ids, Rows, Slots, Steps, TableNumbers, Victims
 from tiered_emb.row_form import RowForm
-from tiered_emb.staging import staging_bytes, staging_for
+from tiered_emb.staging import sent, staging_bytes, staging_for
 
 Flags: TypeAlias = NDArray[np.bool_]
 
@@ -247,9 +247,8 @@ class Tier:
         return np.broadcast_to(_NO_STEP, len(slots)) if self._steps is None else self._steps[slots]
 
     def on_device(self, array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
-        """``array`` where the slab is; itself if that is the host."""
-        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
-        return tensor.to(self.slab.device)
+        """``array`` where the slab is; itself if that is the host. The host does not wait (`staging.sent`)."""
+        return sent(array if isinstance(array, torch.Tensor) else torch.from_numpy(array), self.slab.device)
 
     def read(self, slots: Slots, out: Rows) -> None:
         """Copy the rows of ``slots`` (N,) to ``out`` (N, D + K)."""

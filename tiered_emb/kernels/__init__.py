@@ -1,12 +1,13 @@
 """Row work by device: one set of functions, several implementations with the same bits.
 
-`reference` is the specification in torch ops and runs on any device; `cpu` is Numba. `batch` is work on ids, on the
-host.
+`reference` is the specification in torch ops and runs on any device; `cpu` is Numba, `gpu` is Triton, which is imported
+when a GPU asks for it. `batch` is work on ids, on the host. `gpu_codecs` packs and unpacks rows on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -103,6 +104,21 @@ class Kernels(Protocol):
         """Copy rows into a slab."""
 
 
+@cache
+def has_triton() -> bool:
+    """Whether Triton is there to be imported; the first question imports it."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def for_device(device: torch.device) -> Kernels:
-    """The kernels that work on tensors of `device`."""
+    """The kernels that work on tensors of `device`: Numba's on the host, Triton's on a GPU where there is Triton, the
+    reference elsewhere."""
+    if device.type == "cuda" and has_triton():
+        from tiered_emb.kernels import gpu
+
+        return gpu
     return cpu if device.type == "cpu" else reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_emb.optim._rule import RowRule, rounded_sqrt
+from tiered_emb.optim._rule import RowRule, rounded_sqrt, runs_in_triton
 from tiered_emb.optim.adagrad import Adagrad
 from tiered_emb.optim.adam import Adam
 from tiered_emb.optim.adamw import AdamW
@@ -27,4 +27,5 @@ __all__ = [
     "RowwiseAdagrad",
     "RowwiseAdam",
     "rounded_sqrt",
+    "runs_in_triton",
 ]

@@ -1,8 +1,9 @@
 """RowRule: how the summed gradient of a row changes the row.
 
 A rule's optimizer state lies beside the row's weights, moves through the tiers with them and starts from zero.
-`apply` is written twice in each rule's file: in torch ops (any device, the definition) and in Numba (CPU). Both do
-the same float32 operations in the same order, one rounding each, so they agree to the bit.
+`apply` is written twice in each rule's file: in torch ops (any device, the definition) and in Numba (CPU). For a GPU it
+may stand in `tiered_emb.optim._gpu` a third time, in Triton. All do the same float32 operations in the same order, one
+rounding each, so they agree to the bit.
 
 A new rule is one file with one frozen dataclass, one line in `RULES` (`tiered_emb.optim`) and one in
 `tests/tiered_emb/optim/test_rules.py`.
@@ -11,12 +12,13 @@ A new rule is one file with one frozen dataclass, one line in `RULES` (`tiered_e
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from storage.schema import Column
 from tiered_emb.errors import ConfigError
+from tiered_emb.kernels import has_triton
 
 
 class RowRule(Protocol):
@@ -44,6 +46,27 @@ class RowRule(Protocol):
         slots int32 (n,), distinct; float32 elsewhere, C-contiguous, all on one device; grads is left as it was. `step`
         counts the module's updates from 1, this one included. Rows not in `slots` are not touched.
         """
+
+
+def apply_on_device(
+    rule: Any, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int
+) -> None:
+    """`RowRule.apply` off the host: on a GPU by the rule's Triton kernel, if it has one, else by its `reference`."""
+    if runs_in_triton(rule, weight.device):
+        from tiered_emb.optim._gpu import LAUNCHES
+
+        LAUNCHES[rule.name](rule, weight, state, slots, grads, step)
+    else:
+        rule.reference(weight, state, slots, grads, step)
+
+
+def runs_in_triton(rule: RowRule, device: torch.device) -> bool:
+    """Whether a rule has a Triton kernel that runs it on this device; `apply` takes negative slots then, as no rows."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    from tiered_emb.optim._gpu import LAUNCHES
+
+    return rule.name in LAUNCHES
 
 
 def check_numbers(rule: object, **limits: tuple[float, float]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from storage.schema import Column
 from tiered_emb.optim._moments import adam_cpu, adam_reference, check_betas, corrections
-from tiered_emb.optim._rule import check_numbers
+from tiered_emb.optim._rule import apply_on_device, check_numbers
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Adam:
         if weight.device.type == "cpu":
             adam_cpu(weight, state, slots, grads, self.betas, self._numbers(step))
         else:
-            self.reference(weight, state, slots, grads, step)
+            apply_on_device(self, weight, state, slots, grads, step)
 
     def reference(
         self, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int

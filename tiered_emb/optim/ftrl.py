@@ -12,7 +12,7 @@ from numba import njit
 
 from storage.schema import Column
 from tiered_emb.intrinsics import prefetch_row
-from tiered_emb.optim._rule import check_numbers, rounded_sqrt
+from tiered_emb.optim._rule import apply_on_device, check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
 _LEAST_LR = 1e-30  # the rule divides by it
@@ -52,7 +52,7 @@ class FTRL:
             numbers = (np.float32(number) for number in (self.lr, self.l1, self.l2, self.beta))
             _apply(weight.numpy(), state.numpy(), slots.numpy(), grads.numpy(), *numbers)
         else:
-            self.reference(weight, state, slots, grads, step)
+            apply_on_device(self, weight, state, slots, grads, step)
 
     def reference(
         self, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int

@@ -17,7 +17,7 @@ from storage.schema import Column
 from tiered_emb.intrinsics import prefetch_row
 from tiered_emb.kernels._lanes import lane_dot, lane_sum
 from tiered_emb.optim._moments import averaged, check_betas, corrections, shares
-from tiered_emb.optim._rule import check_numbers, rounded_sqrt
+from tiered_emb.optim._rule import apply_on_device, check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
 
@@ -57,7 +57,7 @@ class LAMB:
             numbers = (np.float32(number) for number in (*shares(self.betas), *self._numbers(step)))
             _apply(weight.numpy(), state.numpy(), slots.numpy(), grads.numpy(), *numbers)
         else:
-            self.reference(weight, state, slots, grads, step)
+            apply_on_device(self, weight, state, slots, grads, step)
 
     def reference(
         self, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int

@@ -16,7 +16,7 @@ from numba import njit
 from storage.schema import Column
 from tiered_emb.intrinsics import prefetch_row
 from tiered_emb.kernels._lanes import lane_dot, lane_sum
-from tiered_emb.optim._rule import check_numbers, rounded_sqrt
+from tiered_emb.optim._rule import apply_on_device, check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
 
@@ -51,7 +51,7 @@ class RowwiseAdagrad:
             lr, eps = np.float32(self.lr), np.float32(self.eps)
             _apply(weight.numpy(), state.numpy(), slots.numpy(), grads.numpy(), lr, eps)
         else:
-            self.reference(weight, state, slots, grads, step)
+            apply_on_device(self, weight, state, slots, grads, step)
 
     def reference(
         self, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int

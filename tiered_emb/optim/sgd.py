@@ -13,7 +13,7 @@ from numba import njit
 from storage.schema import Column
 from tiered_emb.errors import ConfigError
 from tiered_emb.intrinsics import prefetch_row
-from tiered_emb.optim._rule import check_numbers
+from tiered_emb.optim._rule import apply_on_device, check_numbers
 
 _AHEAD = 4  # rows between asking for a row and using it
 
@@ -50,7 +50,7 @@ class SGD:
     ) -> None:
         """As `RowRule.apply`."""
         if weight.device.type != "cpu":
-            self.reference(weight, state, slots, grads, step)
+            apply_on_device(self, weight, state, slots, grads, step)
         elif self.momentum or self.weight_decay:
             numbers = (np.float32(number) for number in (self.lr, self.momentum, self.weight_decay))
             arrays = weight.numpy(), state.numpy(), slots.numpy(), grads.numpy()

@@ -206,8 +206,10 @@ def test_twins_have_the_signatures_of_the_protocol() -> None:
     assert set(RUNS) == set(expected) - {"locate_gradients"}, "which is run for sum_gradients"
 
 
-def test_for_device() -> None:
+def test_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.for_device(torch.device("cpu")) is cpu
+    assert kernels.for_device(torch.device("meta")) is reference
+    monkeypatch.setattr(kernels, "has_triton", lambda: False)
     assert kernels.for_device(torch.device("cuda", 0)) is reference
 
 
