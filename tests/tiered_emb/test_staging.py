@@ -92,7 +92,7 @@ def test_rows_arrive_however_many_blocks_they_take(rows: int, copies: Callable[[
     slots = rng.permutation(1024)[:rows].astype(np.int32)
     sent, back = rng.random((rows, 4), np.float32), np.full((rows, 4), np.nan, np.float32)
     tier = Tier("hbm", Directory(1024, "lru"), slab)
-    tier._staging = staging
+    tier.slab._staging = staging
     tier.write(slots, sent)
     sent_before = sent.copy()
     sent[:] = -1  # the caller's array is its own again at once
@@ -107,7 +107,7 @@ def test_rows_arrive_however_many_blocks_they_take(rows: int, copies: Callable[[
 def test_rows_move_after_the_work_that_was_given_before_them() -> None:
     slab, copies = slab_of(64), LateCopies()
     tier = Tier("hbm", Directory(64, "lru"), slab)
-    tier._staging = Staging(copies, slab.weight, slab.state)
+    tier.slab._staging = Staging(copies, slab.weight, slab.state)
     with tier.working():
         pass
     assert copies.used_since_run
@@ -138,7 +138,7 @@ def test_who_reads_beside_who_writes_gets_blocks_of_its_own() -> None:
     slab, copies = slab_of(64), MetCopies()
     slab.weight[:] = torch.arange(64.0)[:, None]
     tier = Tier("hbm", Directory(64, "lru"), slab)
-    tier._staging = Staging(copies, slab.weight, slab.state)
+    tier.slab._staging = Staging(copies, slab.weight, slab.state)
     out = np.full((4, 4), np.nan, np.float32)
     reading = threading.Thread(target=tier.read, args=(np.arange(4, dtype=np.int32), out))
     reading.start()
@@ -152,7 +152,7 @@ def test_who_reads_beside_who_writes_gets_blocks_of_its_own() -> None:
 def test_work_that_fails_is_waited_for_too() -> None:
     slab, copies = slab_of(64), LateCopies()
     tier = Tier("hbm", Directory(64, "lru"), slab)
-    tier._staging = Staging(copies, slab.weight, slab.state)
+    tier.slab._staging = Staging(copies, slab.weight, slab.state)
     with pytest.raises(ValueError, match="half-way"), tier.working():
         raise ValueError("half-way")
     assert copies.used_since_run

@@ -155,7 +155,7 @@ def test_a_second_interrupt_in_mid_step_ends_the_module(tmp_path: Path, monkeypa
     assert step(bags, batch, 0, flush=True) == ""
     expected = rows_of(bags, ids)
 
-    def cut_short(*args: Any) -> None:
+    def cut_short(*args: Any, **more: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
