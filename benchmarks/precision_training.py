@@ -5,8 +5,9 @@ in host memory. The fp32 side has room for all of its rows in the tier that they
 whole in memory: that changes no bit of what a cache over fp32 rows would come to. The others have a cache of fp32 rows
 over packed ones. All sides of one seed have the same clicks, initial rows and initial MLPs.
 
-Memory is what the engine and its store account for themselves, after the last flush, when every row was trained and
-is at rest: the tier with its bookkeeping and buffers, and, on the sides with a cache, the store with its index.
+Memory is what the engine and its store account for themselves when every row was trained. With a cache: the tier with
+its bookkeeping and buffers, and the store with its index, in which all rows rest after the last flush. Without: a tier
+of exactly so many slots and its bookkeeping, no buffers, and no store.
 
 Run as ``python -m benchmarks.precision_training '{"precision": ...}'``: prints one JSON object.
 """
@@ -31,10 +32,12 @@ from tiered_emb.reference.settings import Settings, TrainOptions, decide
 from tiered_emb.reference.stream import ClickBatch, Part
 from tiered_emb.reference.synthetic import SyntheticStream
 from tiered_emb.reference.training import Learner, evaluate
-from tiered_emb.row_form import form_of, schema_of
+from tiered_emb.row_form import RowForm, form_of, schema_of
+from tiered_emb.tier import Bookkeeping
 
-_SLOT_BYTES = 56  # of bookkeeping a slot, rounded up: what is measured is what is reported
-_ROOM_BYTES = 32  # a float of a row of a batch, for what a batch moves
+# Of a budget, so that about the wanted share of the rows fits; what fits, and what is charged, is measured.
+_SLOT_BYTES, _BESIDE_BYTES = 43, 1 << 20
+_MOVED_BYTES, _MOVED_ROOM = 32, 1.75  # of a row that a batch brings in; what is kept free for moves, by what they take
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Outcome:
         planted_auc: that of the true probabilities.
         rows: that exist.
         cache_rows: that the tier has room for at the end.
-        tier_bytes: host memory of the tier, its bookkeeping and buffers.
+        tier_bytes: host memory of the tier, its bookkeeping and, with a cache, its buffers.
         rest_bytes: host memory of the store, with its index; 0 where the tier has all rows.
         moved_bytes: of rows that the store took and gave.
     """
@@ -90,9 +93,7 @@ def train(side: Side) -> Outcome:
     """Train and test one side in this process, with one thread of torch."""
     torch.set_num_threads(1)
     stream = SyntheticStream(side.samples, side.seed)
-    settings = decide(
-        TrainOptions(dim=side.dim, seed=side.seed, precision=side.precision, hbm_bytes="0", lookahead=0)
-    )
+    settings = decide(TrainOptions(dim=side.dim, seed=side.seed, precision=side.precision, hbm_bytes="0", lookahead=0))
     batches = list(stream.batches(Part.TRAIN, settings.batch_size))
     tiers = TierConfig(ddr_bytes=_budget(side, settings, batches), store=None)
     with TieredEmbeddingBagCollection(
@@ -108,17 +109,16 @@ def train(side: Side) -> Outcome:
         resident = side.cache_share >= 1
         if resident and tier.evictions:
             raise RuntimeError(f"{tier.evictions} rows were evicted from a tier that was to hold all rows")
-        rows = tier.rows
         if not resident:
             bags.flush()
-            rows = bags.stats().store.rows
         store = bags.stats().store
+        rows = tier.rows if resident else store.rows
         return Outcome(
             auc=found.auc,
             planted_auc=found.planted_auc or float("nan"),
             rows=rows,
             cache_rows=tier.capacity_rows,
-            tier_bytes=tier.bytes,
+            tier_bytes=_whole_bytes(side, settings, rows) if resident else tier.bytes,
             rest_bytes=0 if resident else store.memory_bytes,
             moved_bytes=store.bytes_read + store.bytes_written,
         )
@@ -126,11 +126,20 @@ def train(side: Side) -> Outcome:
 
 def _budget(side: Side, settings: Settings, batches: Sequence[ClickBatch]) -> int:
     """Bytes in which a tier of about the share of all rows fits beside what a batch moves."""
-    form = form_of(schema_of(side.dim, settings.rule().state_columns(side.dim), side.precision))
+    form = _form(side, settings)
     rows, most = _distinct(batches)
-    moved = most * (form.worked_bytes + form.rest_bytes + _ROOM_BYTES) * 4 // 3
+    moved = int(most * (form.worked_bytes + form.rest_bytes + _MOVED_BYTES) * _MOVED_ROOM)
     tier = int(min(side.cache_share, 1) * rows) * (form.worked_bytes + _SLOT_BYTES)
-    return (tier + moved + (1 << 20)) * 32 // 31  # the engine keeps a part back
+    return (tier + moved + _BESIDE_BYTES) * 32 // 31  # the engine keeps a part back
+
+
+def _whole_bytes(side: Side, settings: Settings, rows: int) -> int:
+    """What the engine charges for a tier with a slot for each of so many rows."""
+    return rows * _form(side, settings).worked_bytes + Bookkeeping(settings.policy).bytes_for(rows)
+
+
+def _form(side: Side, settings: Settings) -> RowForm:
+    return form_of(schema_of(side.dim, settings.rule().state_columns(side.dim), side.precision))
 
 
 def _distinct(batches: Sequence[ClickBatch]) -> tuple[int, int]:
