@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, least, default, text in (
         ("--seeds", 1, 5, "runs of each precision"),
         ("--samples", 1000, SYNTHETIC_SAMPLES, "of the stream, held-out tenth included"),
-        ("--dim", 1, 320, "floats a row"),
+        ("--dim", 1, 288, "floats a row"),
         ("--rows", 1000, 100_000, "of the tables whose bytes are counted, and of the codecs' speed"),
         ("--jobs", 1, min(2, os.cpu_count() or 1), "runs side by side"),
     ):
