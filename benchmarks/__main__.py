@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-NAMES = ("checkpoint", "compression", "gpu", "hot_path", "identity", "pipeline", "policies", "store")
+NAMES = ("checkpoint", "compression", "gpu", "hot_path", "identity", "pipeline", "policies", "precision", "store")
 
 
 def main(arguments: list[str]) -> int:

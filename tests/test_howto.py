@@ -47,7 +47,7 @@ def _apply(diff: str, tree: Path) -> None:
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize("page", ["add-a-policy", "add-a-row-rule", "add-a-store"])
+@pytest.mark.parametrize("page", ["add-a-codec", "add-a-policy", "add-a-row-rule", "add-a-store"])
 def test_followed_to_the_letter(page: str, copy: Path) -> None:
     text = (ROOT / "docs" / "howto" / f"{page}.md").read_text()
     files = re.findall(r"^\*\*One [a-z ]*file\*\*, `([^`]+)`", text, re.MULTILINE)
@@ -141,3 +141,13 @@ def test_a_store_is_exported_as_the_page_says(tmp_path: Path) -> None:
     assert [kind for kind, _, _ in scripts] == ["python", *["sh"] * 5, "python"]
     for kind, script, code in scripts:
         _followed(tmp_path, kind, script, code)
+
+
+@pytest.mark.parametrize("page", ["optimizers", "precision"])
+def test_scripts_of_a_page_run_as_they_are(page: str, tmp_path: Path) -> None:
+    scripts = [
+        body for kind, body, _ in _scripts((ROOT / "docs" / "howto" / f"{page}.md").read_text()) if kind == "python"
+    ]
+    assert len(scripts) == 2
+    for script in scripts:
+        _followed(tmp_path, "python", script)

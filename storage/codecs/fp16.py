@@ -12,18 +12,18 @@ import numpy as np
 from numba import njit
 
 from storage.codecs._bytes import load16, store16
-from storage.codecs._codec import Draws, Packed, Rows, draw
+from storage.codecs._codec import Draws, Packed, Rows, draw_buffer, draw_row
 from storage.schema import Column
 
 _MAGNITUDE, _INFINITE, _LARGEST = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7BFF)
 _SIGN, _HALF_INFINITE, _HALF_NAN = np.uint32(0x8000), np.uint32(0x7C00), np.uint32(0x7E00)
-_ONE, _SIXTEEN, _LOW = np.uint32(1), np.uint32(16), np.uint32(0xFFFF)
+_ONE, _SIXTEEN = np.uint32(1), np.uint32(16)
 _FRACTION, _LEADING, _23 = np.uint32(0x7FFFFF), np.uint32(0x800000), np.uint32(23)
 _NORMAL = np.uint32(113)  # biased exponent of the least normal half, 2^-14
 _REBIAS = np.uint32(112 << 23)  # between the exponents' biases
 _DROPPED = np.uint32(13)  # bits of a float32's fraction that a normal half has no room for
 _MOST_DROPPED, _ZERO_EXPONENT = np.uint32(31), np.uint32(126)  # exponent 126 - b: b bits below the least half
-_LONG_SIXTEEN, _THIRTY_TWO = np.uint64(16), np.uint32(32)
+_THIRTY_TWO = np.uint32(32)
 _SUBNORMAL_UNIT = np.float32(2.0**-24)
 
 
@@ -39,7 +39,7 @@ class Fp16:
 
     def pack(self, rows: Rows, dim: int, out: Packed, draws: Draws) -> None:
         """As `Codec.pack`."""
-        _pack(rows.view(np.uint32), dim, out, draws.seeds, draws.tables, draws.ids, draws.steps)
+        _pack(rows.view(np.uint32), dim, out, draws.seeds, draws.tables, draws.ids, draws.steps, *draw_buffer(dim))
 
     def unpack(self, packed: Packed, dim: int, out: Rows) -> None:
         """As `Codec.unpack`."""
@@ -67,22 +67,16 @@ def _rounded(bits: Any, noise: Any, nearest: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _pack(bits: Any, dim: Any, out: Any, seeds: Any, tables: Any, ids: Any, steps: Any) -> None:
+def _pack(bits: Any, dim: Any, out: Any, seeds: Any, tables: Any, ids: Any, steps: Any, words: Any, drawn: Any) -> None:
     none = np.uint32(0)
     for n in range(len(bits)):
         if steps[n] == 0:
             for d in range(dim):
                 store16(out, n, 2 * d, _rounded(bits[n, d], none, True))
             continue
-        for block in range((dim + 7) // 8):
-            words = draw(seeds[n], tables[n], ids[n], steps[n], block)
-            for w in range(4):
-                low, high = np.uint32(words[w]) & _LOW, np.uint32(words[w] >> _LONG_SIXTEEN)
-                d = 8 * block + 2 * w
-                if d < dim:
-                    store16(out, n, 2 * d, _rounded(bits[n, d], low, False))
-                if d + 1 < dim:
-                    store16(out, n, 2 * d + 2, _rounded(bits[n, d + 1], high, False))
+        draw_row(seeds[n], tables[n], ids[n], steps[n], words)
+        for d in range(dim):
+            store16(out, n, 2 * d, _rounded(bits[n, d], np.uint32(drawn[d]), False))
 
 
 @njit(nogil=True, cache=True)

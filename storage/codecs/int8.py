@@ -14,11 +14,10 @@ import numpy as np
 from numba import njit
 
 from storage.codecs._bytes import load32, store32
-from storage.codecs._codec import Draws, Packed, Rows, draw
+from storage.codecs._codec import Draws, Packed, Rows, draw_buffer, draw_row
 from storage.schema import Column
 
 _SNAP = 2.0**-12
-_LOW, _LONG_SIXTEEN = np.uint64(0xFFFF), np.uint64(16)
 
 
 class Int8:
@@ -36,7 +35,7 @@ class Int8:
         """As `Codec.pack`."""
         scales = np.empty((1, 2), np.float32)
         numbers = scales, scales.view(np.uint32)
-        _pack(rows, dim, out, draws.seeds, draws.tables, draws.ids, draws.steps, *numbers)
+        _pack(rows, dim, out, draws.seeds, draws.tables, draws.ids, draws.steps, *numbers, *draw_buffer(dim))
 
     def unpack(self, packed: Packed, dim: int, out: Rows) -> None:
         """As `Codec.unpack`."""
@@ -54,7 +53,17 @@ def _step(at: Any, noise: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _pack(
-    rows: Any, dim: Any, out: Any, seeds: Any, tables: Any, ids: Any, steps: Any, scales: Any, scale_bits: Any
+    rows: Any,
+    dim: Any,
+    out: Any,
+    seeds: Any,
+    tables: Any,
+    ids: Any,
+    steps: Any,
+    scales: Any,
+    scale_bits: Any,
+    words: Any,
+    drawn: Any,
 ) -> None:
     for n in range(len(rows)):
         low = high = rows[n, 0]
@@ -74,14 +83,9 @@ def _pack(
             for d in range(dim):
                 out[n, d] = np.uint8(min(max(np.rint((rows[n, d] - bias) * factor), 0.0), 255.0))
         else:
-            for block in range((dim + 7) // 8):
-                words = draw(seeds[n], tables[n], ids[n], steps[n], block)
-                for w in range(4):
-                    d = 8 * block + 2 * w
-                    if d < dim:
-                        out[n, d] = _step((rows[n, d] - bias) * factor, (words[w] & _LOW) * 2.0**-16)
-                    if d + 1 < dim:
-                        out[n, d + 1] = _step((rows[n, d + 1] - bias) * factor, (words[w] >> _LONG_SIXTEEN) * 2.0**-16)
+            draw_row(seeds[n], tables[n], ids[n], steps[n], words)
+            for d in range(dim):
+                out[n, d] = _step((rows[n, d] - bias) * factor, np.float64(drawn[d]) * 2.0**-16)
 
 
 @njit(nogil=True, cache=True)

@@ -31,9 +31,16 @@ def int8(rows: Rows, scale_of: Rows) -> npt.NDArray[np.float64]:
     return low + steps * scale
 
 
-CASES = [("fp32", lambda rows, scale_of: rows.astype(np.float64)), ("bf16", bf16), ("fp16", fp16), ("int8", int8)]
+# Name, what nearest rounding comes to, and a gap (N, D): more than half of the distance from a number to the next one
+# that the codec has, and less than two.
+CASES = [
+    ("fp32", lambda rows, scale_of: rows.astype(np.float64), lambda rows: 0 * rows),
+    ("bf16", bf16, lambda rows: np.abs(rows) * np.float32(0.9 / 128)),
+    ("fp16", fp16, lambda rows: np.maximum(np.abs(rows) * np.float32(0.9 / 1024), np.float32(5.5e-8))),
+    ("int8", int8, lambda rows: np.broadcast_to(np.ptp(rows, 1, keepdims=True) * np.float32(0.9 / 255), rows.shape)),
+]
 CODEC = pytest.mark.parametrize(
-    ("codec", "nearest"), [(CODECS[name], f) for name, f in CASES], ids=[n for n, _ in CASES]
+    ("codec", "nearest", "gap"), [(CODECS[name], *functions) for name, *functions in CASES], ids=[c[0] for c in CASES]
 )
 DIM = pytest.mark.parametrize("dim", [1, 2, 3, 7, 8, 9, 64, 1000])
 ROOM = 5  # bytes of other columns in a packed row
@@ -67,12 +74,12 @@ def some_rows(dim: int, n: int = 500) -> Rows:
 
 
 def test_every_codec_is_tested() -> None:
-    assert [name for name, _ in CASES] == list(CODECS) == [codec.name for codec in CODECS.values()]
+    assert [name for name, *_ in CASES] == list(CODECS) == [codec.name for codec in CODECS.values()]
 
 
 @CODEC
 @DIM
-def test_nearest(codec: Codec, nearest: Any, dim: int) -> None:
+def test_nearest(codec: Codec, nearest: Any, gap: Any, dim: int) -> None:
     rows = some_rows(dim)
     np.testing.assert_allclose(there_and_back(codec, rows), nearest(rows, rows), rtol=3e-7, atol=0)
     assert codec.lossy or (there_and_back(codec, rows) == rows).all()
@@ -80,44 +87,30 @@ def test_nearest(codec: Codec, nearest: Any, dim: int) -> None:
 
 @CODEC
 @DIM
-def test_stochastic_goes_to_one_of_the_two_neighbours(codec: Codec, nearest: Any, dim: int) -> None:
+def test_stochastic_goes_to_one_of_the_two_neighbours(codec: Codec, nearest: Any, gap: Any, dim: int) -> None:
     rows = some_rows(dim)
-    step = np.maximum(
-        *(np.abs(nearest(rows, rows) - nearest(rows + sign * gap(codec, rows), rows)) for sign in (-1, 1))
-    )
+    step = np.maximum(*(np.abs(nearest(rows, rows) - nearest(rows + sign * gap(rows), rows)) for sign in (-1, 1)))
     found = there_and_back(codec, rows, draws(len(rows)))
     assert (np.abs(found - rows.astype(np.float64)) <= step * (1 + 1e-6)).all()
     if codec.lossy and dim >= 64:
         assert (found != there_and_back(codec, rows)).mean() > 0.1
 
 
-def gap(codec: Codec, rows: Rows) -> Rows:
-    """More than half of the distance to the next number that the codec has, and less than all of it."""
-    if codec.name == "int8":
-        return np.broadcast_to(
-            (rows.max(1, keepdims=True) - rows.min(1, keepdims=True)) * np.float32(0.9 / 255), rows.shape
-        )
-    share = {"fp32": 0.0, "bf16": 0.9 / 128, "fp16": 0.9 / 1024}[codec.name]
-    return np.maximum(
-        np.abs(rows) * np.float32(share), np.float32(0 if codec.name == "bf16" else 5.5e-8 if share else 0)
-    )
-
-
 @CODEC
 @DIM
-def test_what_was_packed_before_stays(codec: Codec, nearest: Any, dim: int) -> None:
+def test_what_was_packed_before_stays(codec: Codec, nearest: Any, gap: Any, dim: int) -> None:
     """Also by draws: a row that moves up and down and is not changed does not wander."""
     once = there_and_back(codec, some_rows(dim), draws(500))
     for step in (0, 1, 2):
         again = there_and_back(codec, once, draws(500, step=step))
-        if codec.name == "int8":  # its scale is a rounded number
+        if len(codec.columns(dim)) > 1:  # a scale is a rounded number
             np.testing.assert_allclose(again, once, rtol=1e-6, atol=1e-6 * float(np.abs(once).max()))
         else:
             assert (again == once).all()
 
 
 @CODEC
-def test_draws_are_a_function_of_the_row_alone(codec: Codec, nearest: Any) -> None:
+def test_draws_are_a_function_of_the_row_alone(codec: Codec, nearest: Any, gap: Any) -> None:
     rows = some_rows(24)
     whole = there_and_back(codec, rows, draws(500))
     parts = [there_and_back(codec, rows[i : i + 50], draws(50, first=i)) for i in range(0, 500, 50)]
@@ -128,12 +121,12 @@ def test_draws_are_a_function_of_the_row_alone(codec: Codec, nearest: Any) -> No
 
 
 @CODEC
-def test_draws_are_fair(codec: Codec, nearest: Any) -> None:
+def test_draws_are_fair(codec: Codec, nearest: Any, gap: Any) -> None:
     """The mean of many roundings of a number is the number, wherever it lies between two steps."""
     rows = np.empty((20_000, 16), np.float32)
     rows[:] = np.linspace(1, 1.04, 16) * np.array([1, -1] * 8)
     found = there_and_back(codec, rows, draws(len(rows)))
-    step = {"fp32": 1.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 2.08 / 255}[codec.name]
+    step = float(gap(rows[:1]).max()) / 0.9
     assert (np.abs(found.mean(0, dtype=np.float64) - rows[0]) < 5 * step * 0.5 / np.sqrt(len(rows)) + 1e-7).all()
 
 

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from tiered_emb.config import TableConfig
+from tiered_emb.engine import row_schema
 from tiered_emb.errors import ConfigError, DataError
 from tiered_emb.init import Uniform
 from tiered_emb.module import TieredEmbeddingBagCollection
@@ -114,7 +115,7 @@ class Job:
             samples=trained.samples,
             steps=len(trained.losses),
             seconds=trained.seconds,
-            row_bytes=4 * (self.settings.dim + self.settings.rule().state_width(self.settings.dim)),
+            row_bytes=row_schema(self.settings.dim, self.settings.rule(), self.settings.precision).row_bytes,
             hashes=found,
             dense_check=verdict,
         )
@@ -196,7 +197,15 @@ def tables_of(settings: Settings, stream: ClickStream) -> list[TableConfig]:
     """One table a feature, of its name."""
     init = Uniform(-INIT_RANGE, INIT_RANGE)
     return [
-        TableConfig(feature.name, feature.num_embeddings, settings.dim, mode=feature.mode, init=init)
+        TableConfig(
+            feature.name,
+            feature.num_embeddings,
+            settings.dim,
+            mode=feature.mode,
+            init=init,
+            precision=settings.precision,
+            rounding=settings.rounding,
+        )
         for feature in stream.features
     ]
 

@@ -34,7 +34,7 @@ class Report:
         samples: trained on, over all epochs.
         steps: batches trained on.
         seconds: of training alone; a first run also compiles its kernels in them.
-        row_bytes: of one row with its optimizer state.
+        row_bytes: of one row as it rests, with its optimizer state.
         hashes: "losses_sha256" and "rows_sha256", the second where it was asked for.
         dense_check: the verdict of ``--check dense``, or None.
     """

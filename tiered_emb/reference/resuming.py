@@ -37,7 +37,7 @@ from tiered_emb.reference.words import counted
 
 KEPT = 2
 _RUNNING = "running"
-_DECIDING = ("dim", "batch_size", "optimizer", "lr", "seed", "threads")  # options that change numbers
+_DECIDING = ("dim", "batch_size", "optimizer", "lr", "seed", "threads", "precision", "rounding")  # change numbers
 
 
 @dataclass

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from storage.codecs import CODECS
 from tiered_emb.cache import POLICIES, refusal
 from tiered_emb.cache.admission import rule_of
-from tiered_emb.config import TierConfig, parse_bytes
+from tiered_emb.config import ROUNDINGS, Rounding, TierConfig, parse_bytes
 from tiered_emb.errors import ConfigError
 from tiered_emb.optim import RULES, RowRule
 from tiered_emb.pipeline import MOST_AHEAD
@@ -48,6 +49,8 @@ class TrainOptions:
     checkpoint_every: int | None = None
     checkpoints: str | None = None
     resume: bool = False
+    precision: str = "fp32"
+    rounding: str = "stochastic"
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Settings:
     checkpoint_every: int | None = None
     checkpoints: str | None = None
     resume: bool = False
+    precision: str = "fp32"
+    rounding: Rounding = "stochastic"
 
     def rule(self) -> RowRule:
         """The row rule. Raises ConfigError on a learning rate that makes no sense."""
@@ -123,6 +128,7 @@ def decide(options: TrainOptions) -> Settings:
     except ValueError as error:
         raise ConfigError(f"--admission is {options.admission!r}; {error}") from None
     _check_choice("--optimizer", options.optimizer, RULES)
+    _check_precision(options)
     lr = DEFAULT_LR.get(options.optimizer, 0.01) if options.lr is None else options.lr
     if not 0 <= options.seed < 1 << 63:
         raise ConfigError(f"--seed is {options.seed}; expected an integer from 0 to 2^63 - 1")
@@ -150,6 +156,8 @@ def decide(options: TrainOptions) -> Settings:
         checkpoint_every=_every(options),
         checkpoints=_checkpoints(options),
         resume=options.resume,
+        precision=options.precision,
+        rounding=cast(Rounding, options.rounding),
     )
     settings.rule()
     settings.tiers(Path("unused"))
@@ -205,6 +213,16 @@ def _positive(option: str, number: int, largest: int) -> int:
     return number
 
 
-def _check_choice(option: str, name: str, known: dict[str, Any]) -> None:
+def _check_precision(options: TrainOptions) -> None:
+    _check_choice("--precision", options.precision, CODECS)
+    _check_choice("--rounding", options.rounding, ROUNDINGS)
+    if options.check is not None and CODECS[options.precision].lossy:
+        raise ConfigError(
+            f"--check {options.check} proves equality to the bit, and rows of --precision {options.precision} are "
+            f"rounded when they leave the tier they are worked on in: leave one of them out"
+        )
+
+
+def _check_choice(option: str, name: str, known: Collection[str]) -> None:
     if name not in known:
         raise ConfigError(f"{option} is {name!r}; expected one of {', '.join(sorted(known))}")

@@ -94,6 +94,12 @@ def test_a_difference_ends_with_1(clicks: Path, monkeypatch: pytest.MonkeyPatch)
         (["--lr", "nan"], "RowwiseAdagrad: --lr is nan"),
         (["--record", "a", "--record-rate", "1.5"], "--record-rate is 1.5; expected a share of the ids"),
         (["--record-rate", "0.5"], "--record-rate is 0.5, but nothing is recorded"),
+        (["--precision", "fp8"], "--precision is 'fp8'; expected one of bf16, fp16, fp32, int8"),
+        (["--rounding", "up"], "--rounding is 'up'; expected one of nearest, stochastic"),
+        (
+            ["--precision", "int8", "--check", "dense"],
+            "--check dense proves equality to the bit, and rows of --precision int8 are rounded",
+        ),
         (["--json", "/no/such/place/report.json"], "--json /no/such/place/report.json is in /no/such/place"),
     ],
 )

@@ -180,6 +180,7 @@ def test_rows_without_resume_are_refused(clicks: object, tmp_path: Path) -> None
         ),
         (["--lr", "0.5"], "--lr is 0.5, but"),
         (["--threads", "2"], "--threads is 2, but"),
+        (["--rounding", "nearest"], "--rounding is nearest, but the run of the checkpoint had stochastic"),
         (["--seed", "1"], "was made with seed 0, not 1"),
         (["--check", "dense"], "--check compares a whole run, and --resume goes on with a part"),
     ],

@@ -136,6 +136,23 @@ def test_tiers_policies_and_rules_are_identical_to_whole_tables(tmp_path: Path, 
     assert other_seed.hashes["losses_sha256"] not in {losses for losses, _ in found}
 
 
+@pytest.mark.parametrize("tiers", [{}, {"hbm_bytes": "28KiB"}], ids=["ddr", "hbm"])
+def test_rows_of_a_precision_are_reported_as_they_rest(tmp_path: Path, clicks: None, tiers: dict[str, str]) -> None:
+    found = {}
+    for precision, row_bytes in (("fp32", 132), ("bf16", 68), ("fp16", 68), ("int8", 44)):  # state: 4 bytes of a row
+        chosen = settings(tmp_path / precision, dim=32, epochs=2, precision=precision, **{"ddr_bytes": "80KB"} | tiers)
+        found[precision] = report = run(chosen, hashes=True)
+        assert report.to_json()["store"]["row_bytes"] == row_bytes
+        assert report.settings["precision"] == precision and report.evaluation.auc > 0.6
+        with LmdbStore(tmp_path / precision, read_only=True) as store:
+            assert {ref.schema.row_bytes for ref in store.tables()} == {row_bytes}
+    again = run(
+        settings(tmp_path / "again", dim=32, epochs=2, precision="int8", **{"ddr_bytes": "80KB"} | tiers), hashes=True
+    )
+    assert again.hashes == found["int8"].hashes
+    assert len({report.hashes["rows_sha256"] for report in found.values()}) == 4
+
+
 def test_without_a_store_nothing_is_left(clicks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run(settings(None)).stats.store.rows > 0
