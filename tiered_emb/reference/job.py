@@ -35,7 +35,15 @@ from tiered_emb.reference.resuming import Resuming, Trained
 from tiered_emb.reference.settings import INIT_RANGE, SYNTHETIC_SAMPLES, Settings
 from tiered_emb.reference.stream import ClickBatch, ClickStream, Part
 from tiered_emb.reference.synthetic import SyntheticStream
-from tiered_emb.reference.training import DivergedError, Evaluation, Learner, check_finite, evaluate, fingerprints
+from tiered_emb.reference.training import (
+    DivergedError,
+    Evaluation,
+    Learner,
+    check_finite,
+    evaluate,
+    fingerprints,
+    said_to_diverge,
+)
 from tiered_emb.reference.words import counted
 
 
@@ -136,9 +144,11 @@ class Job:
                 if keep:
                     trained.fingerprints.append(fingerprints(pooled, learner.model.features))
                 loss = learner.loss(batch, pooled)
-                learner.learn(loss)
-                trained.losses.append(loss.item())
-                check_finite(trained.losses[-1], f"the loss of step {len(trained.losses):,}", self.settings.lr)
+                what = f"the loss of step {len(trained.losses) + 1:,}"
+                value = check_finite(loss.item(), what, self.settings.lr)
+                with said_to_diverge(self.settings.lr):
+                    learner.learn(loss)
+                trained.losses.append(value)
                 trained.samples += len(batch.labels)
                 trained.seconds = before + shown.seconds
                 shown.add(len(batch.labels), trained.losses[-1], bags.stats)

@@ -7,7 +7,8 @@ own. Samples come in time order and are not shuffled, as clicks would.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tiered_emb.errors import TieredEmbError
+from tiered_emb.errors import GradientError, TieredEmbError
 from tiered_emb.reference.dlrm import DLRM, Bags, Pooled, Shape
 from tiered_emb.reference.metrics import auc, log_loss
 from tiered_emb.reference.stream import ClickBatch
@@ -32,6 +33,15 @@ def check_finite(loss: float, what: str, lr: float) -> float:
     if not math.isfinite(loss):
         raise DivergedError(f"training diverged: {what} is {loss}; a smaller --lr than {lr:g} may help")
     return loss
+
+
+@contextmanager
+def said_to_diverge(lr: float) -> Iterator[None]:
+    """What gradients of rows that are not finite mean. Raises DivergedError for a GradientError."""
+    try:
+        yield
+    except GradientError as error:
+        raise DivergedError(f"training diverged: {error}; a smaller --lr than {lr:g} may help") from error
 
 
 class Learner:

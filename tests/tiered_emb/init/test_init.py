@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tiered_emb.init import Constant, Initializer, Normal, Uniform, _philox
+from storage.philox import philox as product_philox
+from tiered_emb.init import Constant, Initializer, Normal, Uniform
 
 IDS = np.array([-(2**63), -5, -1, 0, 1, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1], np.int64)
 
@@ -49,7 +50,7 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "seed", "expected"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter: list[int], seed: list[int], expected: list[int]) -> None:
-    for function in (_philox, _philox.py_func):
+    for function in (product_philox, product_philox.py_func):
         assert [int(word) for word in function(*map(np.uint64, counter), *map(np.uint64, seed))] == expected
     assert philox(counter, (seed[0], seed[1])) == expected
 
