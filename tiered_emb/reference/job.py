@@ -35,7 +35,15 @@ from tiered_emb.reference.resuming import Resuming, Trained
 from tiered_emb.reference.settings import INIT_RANGE, SYNTHETIC_SAMPLES, Settings
 from tiered_emb.reference.stream import ClickBatch, ClickStream, Part
 from tiered_emb.reference.synthetic import SyntheticStream
-from tiered_emb.reference.training import DivergedError, Evaluation, Learner, check_finite, evaluate, fingerprints
+from tiered_emb.reference.training import (
+    DivergedError,
+    Evaluation,
+    Learner,
+    check_finite,
+    evaluate,
+    fingerprints,
+    learn,
+)
 from tiered_emb.reference.words import counted
 
 
@@ -136,9 +144,10 @@ class Job:
                 if keep:
                     trained.fingerprints.append(fingerprints(pooled, learner.model.features))
                 loss = learner.loss(batch, pooled)
-                learner.learn(loss)
-                trained.losses.append(loss.item())
-                check_finite(trained.losses[-1], f"the loss of step {len(trained.losses):,}", self.settings.lr)
+                number = f"step {len(trained.losses) + 1:,}"
+                found = check_finite(loss.item(), f"the loss of {number}", self.settings.lr)
+                learn(learner, loss, number, self.settings.lr)
+                trained.losses.append(found)
                 trained.samples += len(batch.labels)
                 trained.seconds = before + shown.seconds
                 shown.add(len(batch.labels), trained.losses[-1], bags.stats)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tiered_emb.errors import TieredEmbError
+from tiered_emb.errors import GradientError, TieredEmbError
 from tiered_emb.reference.dlrm import DLRM, Bags, Pooled, Shape
 from tiered_emb.reference.metrics import auc, log_loss
 from tiered_emb.reference.stream import ClickBatch
@@ -32,6 +32,16 @@ def check_finite(loss: float, what: str, lr: float) -> float:
     if not math.isfinite(loss):
         raise DivergedError(f"training diverged: {what} is {loss}; a smaller --lr than {lr:g} may help")
     return loss
+
+
+def learn(learner: Learner, loss: torch.Tensor, step: str, lr: float) -> None:
+    """`Learner.learn`. Raises DivergedError, with no row changed, where the gradient of a row is no finite number."""
+    try:
+        learner.learn(loss)
+    except GradientError as error:
+        raise DivergedError(
+            f"training diverged: a gradient of {step} is not finite; a smaller --lr than {lr:g} may help"
+        ) from error
 
 
 class Learner:

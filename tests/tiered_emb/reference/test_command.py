@@ -235,7 +235,7 @@ def test_the_package_is_the_command() -> None:
 def test_help_names_every_option() -> None:
     text = CliRunner().invoke(main, ["train", "--help"]).stdout
     options = TrainOptions.__dataclass_fields__
-    assert len(options) == 23
+    assert len(options) == 25
     for option in options:
         assert f"--{option.replace('_', '-')} " in text
 
