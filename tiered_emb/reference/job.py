@@ -42,7 +42,7 @@ from tiered_emb.reference.training import (
     check_finite,
     evaluate,
     fingerprints,
-    said_to_diverge,
+    learn,
 )
 from tiered_emb.reference.words import counted
 
@@ -144,11 +144,10 @@ class Job:
                 if keep:
                     trained.fingerprints.append(fingerprints(pooled, learner.model.features))
                 loss = learner.loss(batch, pooled)
-                what = f"the loss of step {len(trained.losses) + 1:,}"
-                value = check_finite(loss.item(), what, self.settings.lr)
-                with said_to_diverge(self.settings.lr):
-                    learner.learn(loss)
-                trained.losses.append(value)
+                number = f"step {len(trained.losses) + 1:,}"
+                found = check_finite(loss.item(), f"the loss of {number}", self.settings.lr)
+                learn(learner, loss, number, self.settings.lr)
+                trained.losses.append(found)
                 trained.samples += len(batch.labels)
                 trained.seconds = before + shown.seconds
                 shown.add(len(batch.labels), trained.losses[-1], bags.stats)

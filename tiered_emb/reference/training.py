@@ -7,8 +7,7 @@ own. Samples come in time order and are not shuffled, as clicks would.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,13 +34,14 @@ def check_finite(loss: float, what: str, lr: float) -> float:
     return loss
 
 
-@contextmanager
-def said_to_diverge(lr: float) -> Iterator[None]:
-    """What gradients of rows that are not finite mean. Raises DivergedError for a GradientError."""
+def learn(learner: Learner, loss: torch.Tensor, step: str, lr: float) -> None:
+    """`Learner.learn`. Raises DivergedError, with no row changed, where the gradient of a row is no finite number."""
     try:
-        yield
+        learner.learn(loss)
     except GradientError as error:
-        raise DivergedError(f"training diverged: {error}; a smaller --lr than {lr:g} may help") from error
+        raise DivergedError(
+            f"training diverged: a gradient of {step} is not finite; a smaller --lr than {lr:g} may help"
+        ) from error
 
 
 class Learner:

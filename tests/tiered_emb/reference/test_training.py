@@ -28,7 +28,7 @@ from tiered_emb.reference.job import run_job
 from tiered_emb.reference.report import Report
 from tiered_emb.reference.settings import Settings, TrainOptions, decide
 from tiered_emb.reference.stream import ClickBatch, Columns, Feature, Part, rebatch
-from tiered_emb.reference.training import Learner, evaluate, fingerprints
+from tiered_emb.reference.training import DivergedError, Learner, evaluate, fingerprints
 from tiered_emb.testing import DenseOracle
 
 NAMES = ("user", "item")
@@ -183,6 +183,17 @@ def test_ctrl_c_ends_the_run_between_steps_and_leaves_a_store_that_opens(
     assert signal.getsignal(signal.SIGINT) is before
     with LmdbStore(tmp_path / "rows") as store:
         assert store.stats().rows > 50
+
+
+def test_a_row_gradient_that_is_not_finite_ends_a_run_as_diverged(
+    tmp_path: Path, clicks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflow(self: Learner, loss: torch.Tensor) -> None:
+        (loss * 1e38 * 1e38).backward()  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(Learner, "learn", overflow)
+    with pytest.raises(DivergedError, match=r"a gradient of step 1 is not finite; a smaller --lr than 0.05 may help"):
+        run(settings(tmp_path / "rows"))
 
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:
