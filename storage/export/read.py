@@ -257,16 +257,18 @@ class _Import:
         most = max(1, min(_PART_ROWS, _PART_BYTES // schema.row_bytes))
         numbers = {name: ref.number for name, ref in refs.items()}
         try:
-            with parquet.ParquetFile(where, memory_map=True) as opened:
+            with parquet.ParquetFile(where, memory_map=False) as opened:  # mapped bytes that go would kill the process
                 for at in range(opened.num_row_groups):
-                    if os.stat(where).st_size < file.bytes:  # mapped bytes that are gone would kill the process
-                        raise CorruptExportError(f"{where} was cut short while it was imported; copy it once more")
                     table = opened.read_row_group(at, use_threads=False)
                     for part in rows_of(table, schema, numbers, where, most):
                         yield part, at / opened.num_row_groups
                     del table
-        except pa.ArrowInvalid as error:
-            raise CorruptExportError(f"{where} is no Parquet file: {error}") from error
+        except (pa.ArrowInvalid, OSError) as error:
+            if os.path.exists(where) and os.stat(where).st_size < file.bytes:
+                raise CorruptExportError(f"{where} was cut short while it was imported; copy it once more") from error
+            if isinstance(error, pa.ArrowInvalid):
+                raise CorruptExportError(f"{where} is no Parquet file: {error}") from error
+            raise
 
     def _apply_part(self, rows: RowIds, data: RowBytes, deleted: Mask | None) -> None:
         if deleted is not None and deleted.any():
