@@ -50,6 +50,7 @@ class Side:
         samples: of the stream, the held-out tenth included.
         dim: D, floats a row.
         cache_share: rows that the tier has room for, as a share of those that exist; 1 = all of them.
+        lr: learning rate of the row rule; None = the command's default.
     """
 
     precision: str
@@ -57,6 +58,7 @@ class Side:
     samples: int
     dim: int
     cache_share: float
+    lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def train(side: Side) -> Outcome:
     """Train and test one side in this process, with one thread of torch."""
     torch.set_num_threads(1)
     stream = SyntheticStream(side.samples, side.seed)
-    settings = decide(TrainOptions(dim=side.dim, seed=side.seed, precision=side.precision, hbm_bytes="0", lookahead=0))
+    settings = decide(
+        TrainOptions(dim=side.dim, seed=side.seed, precision=side.precision, hbm_bytes="0", lookahead=0, lr=side.lr)
+    )
     batches = list(stream.batches(Part.TRAIN, settings.batch_size))
     tiers = TierConfig(ddr_bytes=_budget(side, settings, batches), store=None)
     with TieredEmbeddingBagCollection(
