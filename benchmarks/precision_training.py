@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from tiered_emb.config import TierConfig
+from tiered_emb.engine import row_schema
 from tiered_emb.module import TieredEmbeddingBagCollection
 from tiered_emb.reference.dlrm import Shape
 from tiered_emb.reference.job import tables_of
@@ -32,7 +33,7 @@ from tiered_emb.reference.settings import Settings, TrainOptions, decide
 from tiered_emb.reference.stream import ClickBatch, Part
 from tiered_emb.reference.synthetic import SyntheticStream
 from tiered_emb.reference.training import Learner, evaluate
-from tiered_emb.row_form import RowForm, form_of, schema_of
+from tiered_emb.row_form import RowForm, form_of
 from tiered_emb.tier import Bookkeeping
 
 # Of a budget, so that about the wanted share of the rows fits; what fits, and what is charged, is measured.
@@ -143,7 +144,7 @@ def _whole_bytes(side: Side, settings: Settings, rows: int) -> int:
 
 
 def _form(side: Side, settings: Settings) -> RowForm:
-    return form_of(schema_of(side.dim, settings.rule().state_columns(side.dim), side.precision))
+    return form_of(row_schema(side.dim, settings.rule(), side.precision))
 
 
 def _distinct(batches: Sequence[ClickBatch]) -> tuple[int, int]:

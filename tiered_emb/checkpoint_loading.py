@@ -315,8 +315,7 @@ def _fitting(saved: RowSchema, now: RowSchema) -> Callable[[NDArray[np.uint8]], 
     same = _state_columns(saved) == _state_columns(now)
 
     def fit(packed: NDArray[np.uint8]) -> Rows:
-        rows = np.empty((len(packed), then.width), np.float32)
-        then.unpack(packed, rows)
+        rows = then.unpacked(packed)
         if same:
             return rows
         fresh = np.zeros((len(rows), here.width), np.float32)

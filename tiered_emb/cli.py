@@ -80,7 +80,7 @@ main.add_command(policies)
     "--optimizer",
     default="rowwise_adagrad",
     show_default=True,
-    help="Row rule: rowwise_adagrad, adagrad, adam, sgd, or your own.",
+    help="Row rule: rowwise_adagrad, sgd, adagrad, adam, rowwise_adam, adamw, lamb, ftrl, or your own.",
 )
 @click.option("--lr", type=float, help="Learning rate of the row rule.  [default: by rule]")
 @click.option(

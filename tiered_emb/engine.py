@@ -30,8 +30,8 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from storage.codecs import CODECS
 from storage.errors import StoreClosedError
 from storage.interrupts import Uninterrupted
 from storage.lmdb_store import LmdbStore
@@ -54,7 +54,7 @@ from tiered_emb.moves import move_bytes
 from tiered_emb.optim import RowRule
 from tiered_emb.plan import IdBatch, Ids, Rows
 from tiered_emb.progress import Progress, note_of, progress_of
-from tiered_emb.row_form import form_of, schema_of
+from tiered_emb.row_form import form_of
 from tiered_emb.shares import Shares, by_number
 from tiered_emb.staging import staging_bytes
 from tiered_emb.stores import buffer_bytes, bytes_of_groups, open_store, place_of
@@ -364,7 +364,7 @@ class Engine(States):
                 for number, name in numbers.items():
                     mine = rows.tables == number
                     if mine.any():
-                        yield name, rows.ids[mine], _unpacked(self.tables[name].schema, data[mine])
+                        yield name, rows.ids[mine], form_of(self.tables[name].schema).unpacked(data[mine])
 
     # ------------------------------------------------------------------------------------------- budgets
 
@@ -481,14 +481,7 @@ def open_engines() -> list[Engine]:
 
 def row_schema(dim: int, rule: RowRule, precision: str = "fp32") -> RowSchema:
     """What a row of ``dim`` weights holds under ``rule`` when it rests: the weights, then the rule's state."""
-    return schema_of(dim, rule.state_columns(dim), precision)
-
-
-def _unpacked(schema: RowSchema, data: NDArray[np.uint8]) -> Rows:
-    """Rows (N, D + K) of packed ones (N, B)."""
-    rows = np.empty((len(data), form_of(schema).width), np.float32)
-    form_of(schema).unpack(data, rows)
-    return rows
+    return RowSchema((*CODECS[precision].columns(dim), *rule.state_columns(dim)))
 
 
 def _check_names(config: TierConfig) -> None:

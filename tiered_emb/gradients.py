@@ -149,11 +149,11 @@ def apply_gradients(
 
 
 def tells_later(tier: Tier, rule: RowRule) -> bool:
-    """Whether rows whose gradients are not finite are left out on the device, by `apply_on_device`."""
+    """Whether rows whose gradients are not finite are left out on the device, by `apply_and_tell_later`."""
     return runs_in_triton(rule, tier.slab.device)
 
 
-def apply_on_device(tier: Tier, work: RowGradients, rule: RowRule, step: int, limits: Limits) -> None:
+def apply_and_tell_later(tier: Tier, work: RowGradients, rule: RowRule, step: int, limits: Limits) -> None:
     """As `apply_gradients`, all rows at once and without waiting for the device: it leaves out rows whose sums are not
     finite, and all rows where one of them is of a table that refuses such a step; ``limits`` hears of it later.
 

@@ -49,8 +49,8 @@ from tiered_emb.cold import ColdRows, Table
 from tiered_emb.errors import TierCapacityError
 from tiered_emb.gradients import (
     Use,
+    apply_and_tell_later,
     apply_gradients,
-    apply_on_device,
     are_finite,
     infinite_rows,
     row_gradients,
@@ -254,7 +254,7 @@ class TableGroup(Upkeep):
             work = row_gradients(self.top, uses, self._update_deduper, self._scratch)
             self._keep_unsaved(work.slots)
             if tells_later(self.top, rule):
-                apply_on_device(self.top, work, rule, step, self.limits)
+                apply_and_tell_later(self.top, work, rule, step, self.limits)
             else:
                 apply_gradients(self.top, work, rule, step, self._workers, self.limits, finite=finite)
 
@@ -268,17 +268,14 @@ class TableGroup(Upkeep):
         if plan.pin is not None:
             plan.pin.release(plan.batch.arrays)
 
-    def mark(self) -> Mark | None:
-        """A place behind all that was released so far, for `planning_as_of`; None where the order of plans and releases
-        bears on no number, since rows are the same wherever they are."""
-        if not self.form.lossy:
-            return None
+    def mark(self) -> Mark:
+        """A place behind all that was released so far, for `planning_as_of`."""
         mark = Mark()
         self._unpinned.append(mark)
         return mark
 
     @contextmanager
-    def planning_as_of(self, mark: Mark | None) -> Iterator[None]:
+    def planning_as_of(self, mark: Mark) -> Iterator[None]:
         """Plan as if nothing had been released since a mark, so that who leaves does not depend on threads. Requires:
         the road."""
         self._as_of = mark

@@ -130,6 +130,8 @@ class Limits:
 
     def raise_heard(self, *, wait: bool = False) -> None:
         """As `hear`; then raise GradientError, once, if a step was refused."""
+        if not self._later and self._refused is None:  # as on the host always: without the lock
+            return
         self.hear(wait=wait)
         refused, self._refused = self._refused, None
         if refused is not None:

@@ -94,8 +94,9 @@ class Part:
         self.taken = self.cancelled = self.refused = False
         self._prepared: deque[Sequence[Question]] = deque()  # one or none; whoever pops it has it
         self._asked: Sequence[Question] | None = None
-        self._groups = list({id(one.lookup.group): one.lookup.group for one in inputs}.values())
-        self._marks: Sequence[Mark | None] = [None] * len(self._groups)
+        groups = {id(one.lookup.group): one.lookup.group for one in inputs}.values()
+        self._ordered = [group for group in groups if group.form.lossy]  # elsewhere rows are the same wherever they are
+        self._marks: Sequence[Mark] = []
         try:
             self._asked = [one.ask() for one in self.inputs]
         except Exception as error:
@@ -114,7 +115,7 @@ class Part:
 
     def mark(self) -> None:
         """In the thread of the loop, before it is handed over: it is prepared as if nothing were released later."""
-        self._marks = [group.mark() for group in self._groups]
+        self._marks = [group.mark() for group in self._ordered]
 
     def prepare(self, at: Callable[[str], None]) -> None:
         """In the preparing thread: bring the rows in, unless that was done or is not wanted any more."""
@@ -126,7 +127,7 @@ class Part:
         self.error, self.refused = None, False
         try:
             with ExitStack() as planning:
-                for group, mark in zip(self._groups, self._marks, strict=True):
+                for group, mark in zip(self._ordered, self._marks, strict=True):
                     planning.enter_context(group.planning_as_of(mark))
                 self.module.prepare(asked, at)
             self._prepared.append(asked)

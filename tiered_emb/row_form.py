@@ -9,7 +9,6 @@ Shapes: N rows, D dimension, K state width, B bytes of a packed row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.codecs import CODECS, Codec, Draws
-from storage.schema import Column, RowSchema
+from storage.schema import RowSchema
 from tiered_emb.errors import ConfigError
 from tiered_emb.plan import Rows
 
@@ -72,10 +71,11 @@ class RowForm:
         if self.state_width:
             out[:, self.dim :].view(np.uint8)[:] = packed[:, self.rest_bytes - 4 * self.state_width :]
 
-
-def schema_of(dim: int, state: Sequence[Column], precision: str) -> RowSchema:
-    """What a row of `dim` weights and the columns `state` rests as."""
-    return RowSchema((*CODECS[precision].columns(dim), *state))
+    def unpacked(self, packed: NDArray[np.uint8]) -> Rows:
+        """Rows (N, D + K), new, of packed (N, B)."""
+        rows = np.empty((len(packed), self.width), np.float32)
+        self.unpack(packed, rows)
+        return rows
 
 
 @cache

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numba import njit
 
+from storage.schema import Column
 from tiered_emb.errors import ConfigError
 from tiered_emb.intrinsics import prefetch_row
-from tiered_emb.optim._rule import rounded_sqrt
+from tiered_emb.optim._rule import apply_on_device, rounded_sqrt
 
-AHEAD = 4  # rows between asking for a row and using it
+_AHEAD = 4  # rows between asking for a row and using it
 
 
 def check_betas(rule: object, betas: tuple[float, float]) -> None:
@@ -41,39 +42,57 @@ def corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
     return 1 - betas[0] ** step, math.sqrt(1 - betas[1] ** step)
 
 
+def decoupled_numbers(rule: Any, step: int) -> tuple[float, float, float]:
+    """(eps, size, keep) of a step by the rule's numbers: w = w * keep - m / (sqrt(v) + eps) * size.
+
+    Corrections are drawn together in float64; decay does not pass through the averages.
+    """
+    mean, root = corrections(rule.betas, step)
+    return rule.eps * root, rule.lr * root / mean, 1 - rule.lr * rule.weight_decay
+
+
 def averaged(average: torch.Tensor, new: torch.Tensor, share: float) -> torch.Tensor:
     """A running average after one more number."""
     return average + (new - average) * share
 
 
-def adam_reference(
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    grads: torch.Tensor,
-    betas: tuple[float, float],
-    numbers: tuple[float, float, float],
-) -> None:
-    """m, v: averages; w = w * keep - m / (sqrt(v) + eps) * size, with numbers = (eps, size, keep), in torch ops."""
-    rows, dim = slots.long(), weight.shape[1]
-    (share_1, share_2), (eps, size, keep) = shares(betas), numbers
-    mean, square = state[rows, :dim], state[rows, dim:]
-    mean, square = averaged(mean, grads, share_1), averaged(square, grads * grads, share_2)
-    state[rows] = torch.cat([mean, square], 1)
-    weight[rows] = weight[rows] * keep - mean / (rounded_sqrt(square) + eps) * size
+class AdamRows:
+    """What Adam and AdamW share: averages for every weight. A rule has betas, and `_numbers` of a step."""
 
+    betas: tuple[float, float]
 
-def adam_cpu(
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    grads: torch.Tensor,
-    betas: tuple[float, float],
-    numbers: tuple[float, float, float],
-) -> None:
-    """`adam_reference` in Numba."""
-    arrays = weight.numpy(), state.numpy(), slots.numpy(), grads.numpy()
-    _adam(*arrays, *(np.float32(number) for number in (*shares(betas), *numbers)))
+    def state_columns(self, dim: int) -> tuple[Column, ...]:
+        """`exp_avg` and `exp_avg_sq`: running averages of each weight's gradient and of its square."""
+        return Column("exp_avg", "float32", dim), Column("exp_avg_sq", "float32", dim)
+
+    def state_width(self, dim: int) -> int:
+        """2 D."""
+        return 2 * dim
+
+    def apply(
+        self, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int
+    ) -> None:
+        """As `RowRule.apply`."""
+        if weight.device.type == "cpu":
+            arrays = weight.numpy(), state.numpy(), slots.numpy(), grads.numpy()
+            _adam(*arrays, *(np.float32(number) for number in (*shares(self.betas), *self._numbers(step))))
+        else:
+            apply_on_device(self, weight, state, slots, grads, step)
+
+    def reference(
+        self, weight: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, grads: torch.Tensor, step: int
+    ) -> None:
+        """`apply` in torch ops, on any device."""
+        rows, dim = slots.long(), weight.shape[1]
+        (share_1, share_2), (eps, size, keep) = shares(self.betas), self._numbers(step)
+        mean, square = state[rows, :dim], state[rows, dim:]
+        mean, square = averaged(mean, grads, share_1), averaged(square, grads * grads, share_2)
+        state[rows] = torch.cat([mean, square], 1)
+        weight[rows] = weight[rows] * keep - mean / (rounded_sqrt(square) + eps) * size
+
+    def _numbers(self, step: int) -> tuple[float, float, float]:
+        """(eps, size, keep): w = w * keep - m / (sqrt(v) + eps) * size."""
+        raise NotImplementedError("of the rule")
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -82,9 +101,9 @@ def _adam(
 ) -> None:
     dim = weight.shape[1]
     for n in range(len(slots)):
-        if n + AHEAD < len(slots):
-            prefetch_row(weight, slots[n + AHEAD])
-            prefetch_row(state, slots[n + AHEAD])
+        if n + _AHEAD < len(slots):
+            prefetch_row(weight, slots[n + _AHEAD])
+            prefetch_row(state, slots[n + _AHEAD])
         row = slots[n]
         for d in range(dim):
             state[row, d] += (grads[n, d] - state[row, d]) * share_1

@@ -16,7 +16,7 @@ from numba import njit
 from storage.schema import Column
 from tiered_emb.intrinsics import prefetch_row
 from tiered_emb.kernels._lanes import lane_dot, lane_sum
-from tiered_emb.optim._moments import averaged, check_betas, corrections, shares
+from tiered_emb.optim._moments import averaged, check_betas, decoupled_numbers, shares
 from tiered_emb.optim._rule import apply_on_device, check_numbers, rounded_sqrt
 
 _AHEAD = 4  # rows between asking for a row and using it
@@ -72,8 +72,7 @@ class RowwiseAdam:
         weight[rows] = weight[rows] * keep - mean * scale[:, None]
 
     def _numbers(self, step: int) -> tuple[float, float, float]:
-        mean, root = corrections(self.betas, step)
-        return self.eps * root, self.lr * root / mean, 1 - self.lr * self.weight_decay
+        return decoupled_numbers(self, step)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
